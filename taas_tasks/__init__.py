@@ -1,0 +1,1 @@
+"""What tasks and hosts run: stores, shards, preparation, delivery, launching, and Airflow's operators."""

@@ -1,0 +1,369 @@
+"""The values that travel between the steps of a run: frozen, versioned, and the same after a JSON round trip.
+
+``PinnedRequest -> Inspection -> Plan -> ShardRecord* -> GateDecision -> LaunchPlan -> NodeResult* -> LaunchResult ->
+ArtifactRecord -> Report``. Reading a version that is not known is an error (``extra="forbid"``, ``version: Literal``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from taas.request import TrainRequest
+
+
+class Value(BaseModel):
+    """Base of all values: immutable, strict about unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+    def to_bytes(self) -> bytes:
+        """Return the JSON form."""
+        return self.model_dump_json(indent=None).encode()
+
+
+class StoreConfig(Value):
+    """Where the object store is. Secret: travels only in 0600 files and in memory."""
+
+    endpoint_url: str | None = None
+    public_endpoint_url: str | None = None
+    bucket: str
+    prefix: str = ""
+    region: str = "us-east-1"
+    access_key: str | None = None
+    secret_key: str | None = None
+    session_token: str | None = None
+
+
+class PinnedRequest(Value):
+    """A validated request and the snapshot of the project that inspect, prepare, train and replay share."""
+
+    version: Literal[1] = 1
+    run_id: str
+    run: str  # layout.run_key(run_id)
+    request: TrainRequest
+    snapshot: str
+    base_record: int  # number of the project's history record that was the head; 0: an empty project
+
+
+class Versions(Value):
+    """Versions that must agree between machines."""
+
+    python: str
+    torch: str | None = None
+    packages: dict[str, str] = {}
+
+
+class Inspection(Value):
+    """What a c1.4 found out about a loader before anything costly starts.
+
+    ``epoch_length``: elements that one iteration yields, where the order tells it (random access); None for iterables.
+    ``order``: "recipe" (a known sampler, replayed from seeds on every machine) or "chunks" (a sampler of the user's,
+    run once in inspect and written by ``layout.RunKeys.order_chunk``) or "sequential" (an iterable: what it yields).
+    """
+
+    version: Literal[1] = 1
+    loader: str
+    kind: Literal["map", "iterable"]
+    order: Literal["recipe", "chunks", "sequential"]
+    epoch_length: int | None
+    claimed_length: int | None
+    num_loader_workers: int
+    batch_size: int | None
+    element_bytes: float
+    element_seconds: float
+    sampled_elements: int
+    num_streams: int = 1
+    order_chunk_elements: int = 0
+    order_num_epochs: int = 0
+    warnings: list[str] = []
+    versions: Versions
+
+
+class SegmentSizes(Value):
+    """How an epoch of a stream is cut: sizes double from ``first`` to ``largest`` elements, one doubling per round.
+
+    ``taas_tasks.plan.segment_bounds`` is the one rule that turns this into (start, stop).
+    """
+
+    first: int
+    largest: int
+    machines: int  # a round = as many segments as machines
+
+
+class LoaderPlan(Value):
+    """How one loader is prepared and delivered."""
+
+    loader: str
+    units: int
+    machines: int  # useful ones, after inspection
+    inspection: Inspection
+    sizes: SegmentSizes
+    payload: str | None = None  # payload key of a pickled loader
+    sha256: str | None = None
+    source: str | None = None  # "data.py:make_loader"
+
+
+class Plan(Value):
+    """What will run where. Printed for people by ``taas_tasks.plan.describe``."""
+
+    version: Literal[1] = 1
+    run: str
+    run_id: str
+    project: str
+    snapshot: str
+    loaders: dict[str, LoaderPlan]
+    seed: int
+    randomness: Literal["element", "exact"]
+    remainder: Literal["pad", "drop"]
+    flavor: str
+    nnodes: int
+    nproc_per_node: int
+    cpus: int
+    warnings: list[str] = []
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nnodes * self.nproc_per_node
+
+
+class LaneRecord(Value):
+    """One lane (index mod 32) of a shard: a byte range that is one Arrow record batch with its message header."""
+
+    lane: int
+    offset: int
+    length: int
+    num_elements: int  # padding included
+    crc32: int
+
+
+class ShardRecord(Value):
+    """The ledger's record of one committed segment: elements [start, stop) of an epoch, plus padding.
+
+    ``lanes`` are in the file's order (groups of 8 lanes in the order 0, 2, 1, 3). The bytes [0, schema_length) are the
+    schema message. In an epoch's last segment ``last_of_epoch`` is true, ``epoch_length`` is its true length within
+    ``units``, and ``num_padding`` elements from the epoch's start (cyclically) follow the real ones, so that the
+    epoch's length is a multiple of 32 (also with ``remainder: drop``, where readers pass over them).
+    """
+
+    version: Literal[1] = 1
+    loader: str
+    epoch: int
+    stream: int
+    n: int
+    start: int
+    stop: int
+    num_padding: int = 0
+    last_of_epoch: bool = False
+    epoch_length: int | None = None
+    last_of_units: bool = False
+    key: str
+    num_bytes: int
+    schema_length: int
+    schema_crc32: int
+    lanes: list[LaneRecord]
+    content_digest: str  # sha256 over the lanes' bytes: two tries of a segment must agree
+    machine: int
+    host: str
+    generation: int
+    pickled_paths: list[str] = []
+    started_at: float  # unix seconds
+    committed_at: float
+    load_s: float
+    encode_s: float
+    upload_s: float
+
+
+class Watermark(Value):
+    """How far the contiguous committed prefix of a loader reaches, in units from 0, epoch after epoch."""
+
+    loader: str
+    units: int
+    asked: int
+    num_segments: int
+    complete: bool
+
+
+class GateDecision(Value):
+    """Whether training may start, and why, in a sentence."""
+
+    version: Literal[1] = 1
+    is_open: bool
+    reason: str
+    watermarks: list[Watermark]
+    starts_at_units: dict[str, int] = {}
+
+
+class LaunchPlan(Value):
+    """What node agents run. One object for all nodes; each agent's input adds its ``node_rank``."""
+
+    version: Literal[1] = 1
+    run: str
+    run_id: str
+    project: str
+    snapshot: str
+    generation: int
+    nnodes: int
+    nproc_per_node: int
+    flavor: str
+    emulate_gpus: bool
+    script: str | None = None
+    args: list[str] = []
+    cell_payload: str | None = None
+    cell_sha256: str | None = None
+    loaders: dict[str, LoaderPlan] = {}  # to be delivered
+    plain_loaders: dict[str, str] = {}  # name -> "data.py:make_loader": given as they are (no units)
+    plain_payloads: dict[str, tuple[str, str]] = {}  # name -> (payload key, sha256)
+    seed: int
+    randomness: Literal["element", "exact"] = "element"
+    remainder: Literal["pad", "drop"] = "pad"
+    other_ranks: Literal["refuse", "scratch"] = "refuse"
+    cache_bytes: int
+    allow_pickle: bool = False
+    max_restarts: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nnodes * self.nproc_per_node
+
+
+class RankPass(Value):
+    """One pass of one rank over a delivered loader: elements of ``epoch`` at steps [first_step, first_step+num_steps).
+
+    At step t the rank took element ``offset + t * world_size + rank`` of the epoch (``offset`` > 0 after a resume).
+    """
+
+    loader: str
+    rank: int
+    number: int  # 0, 1, ... in the order of iter()
+    epoch: int
+    offset: int
+    num_steps: int
+    complete: bool
+    replay: bool
+    wait_s: float
+    num_bytes: int
+
+
+class RankResult(Value):
+    """How one rank ended."""
+
+    rank: int
+    local_rank: int
+    exit_code: int | None
+    signal: int | None = None
+    error_class: str | None = None  # user error, CUDA OOM, killed by the kernel, NCCL/timeout, data, ...
+    message: str | None = None
+    traceback_tail: str | None = None
+    failed_at: float | None = None
+    passes: list[RankPass] = []
+    first_step_at: float | None = None
+    max_rss_bytes: int | None = None
+
+
+class NodeResult(Value):
+    """How one node ended; put at ``layout.RunKeys.node_result`` of its generation."""
+
+    version: Literal[1] = 1
+    node_rank: int
+    host: str
+    generation: int
+    ok: bool
+    ranks: list[RankResult]
+    delivered: dict[str, int] = {}  # loader -> distinct elements (padding left out) that this host's feeder brought
+    delivered_bytes: dict[str, int] = {}
+    times: dict[str, float] = {}  # unix seconds: agent_started, preflight_done, ranks_started, ranks_ended, staged
+    other_rank_writes: list[str] = []
+    error: dict[str, Any] | None = None  # TaasError.to_dict()
+
+
+class LaunchResult(Value):
+    """The whole training's outcome, gathered by the train task from all ``NodeResult``s."""
+
+    version: Literal[1] = 1
+    generation: int
+    ok: bool
+    nodes: list[NodeResult]
+
+
+class Artifact(Value):
+    """One file that rank 0 wrote."""
+
+    path: str
+    sha256: str
+    bytes: int
+    mode: int
+    rank: int = 0
+
+
+class StagedArtifacts(Value):
+    """New and changed files of rank 0, their contents already blobs of the project. Not visible until published."""
+
+    version: Literal[1] = 1
+    run: str
+    generation: int
+    base_snapshot: str
+    files: list[Artifact]
+
+
+class ArtifactRecord(Value):
+    """What ``upload`` published: one numbered record of the project."""
+
+    version: Literal[1] = 1
+    project: str
+    record: int
+    snapshot: str
+    files: list[Artifact]
+    kept_beside: dict[str, str] = {}  # path as rank 0 wrote it -> path where it was kept, as someone changed it meanwhile
+
+
+class LoaderAccount(Value):
+    """The accounting of one loader. ``consumed = committed - dropped - unread + padded + replayed``."""
+
+    asked: int
+    extracted: int
+    committed: int
+    delivered: int
+    consumed: int
+    dropped: int
+    unread: int
+    padded: int
+    replayed: int
+    explained: bool
+    notes: list[str] = []
+    per_rank: dict[str, Any] = {}
+
+
+class Phase(Value):
+    """Seconds, machines and price of one phase."""
+
+    name: str
+    started_at: float | None
+    ended_at: float | None
+    seconds: float
+    machine_seconds: float
+    flavor: str | None
+    cost_units: float
+
+
+class Report(Value):
+    """The report of a run; always written, also for a failed one."""
+
+    version: Literal[1] = 1
+    run_id: str
+    run: str
+    state: Literal["success", "failed"]
+    verdict: str | None
+    request: dict[str, Any]
+    snapshot: str | None
+    loaders: dict[str, LoaderAccount]
+    artifacts: list[Artifact]
+    artifact_record: int | None
+    phases: list[Phase]
+    cost: dict[str, float]
+    gpu_stall: dict[str, float]
+    metrics: list[dict[str, Any]] = []
+    warnings: list[str] = []
