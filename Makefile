@@ -1,0 +1,62 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo up down status test test-quick check format lock bench-launch clean
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "TaaS needs Python 3.11, got $$($(PYTHON) --version). Install it, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+setup: $(READY) ## the virtual environment, from the lock
+
+demo: $(READY) ## the main job on real data: two requests, their reports and artifacts (var/demo)
+	$(BIN)/python -m examples.demo
+
+up: $(READY) ## start the local stack (S3, PostgreSQL, Airflow)
+	$(BIN)/taas up
+
+down: $(READY) ## stop the local stack
+	$(BIN)/taas down
+
+status: $(READY) ## health of the local stack
+	$(BIN)/taas status
+
+test: $(READY) ## all tests
+	$(BIN)/python -m pytest
+
+test-quick: $(READY) ## all but the tests on the real Airflow
+	$(BIN)/python -m pytest -m "not stack"
+
+check: $(READY) ## format, lint, types, walls
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## format and mend what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lock: ## make requirements.txt anew from requirements.in
+	rm -rf $(VENV)-lock
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/pip install --quiet --disable-pip-version-check -r requirements.in
+	$(VENV)-lock/bin/pip check
+	{ echo "# Full lock for Python 3.11, made by 'make lock' from requirements.in."; $(VENV)-lock/bin/pip freeze; } > requirements.txt
+	rm -rf $(VENV)-lock
+
+bench-launch: $(READY) ## 200 launches of 8 ranks: hangs and seconds by part (var/bench/launch.json)
+	$(BIN)/python benchmarks/bench_launch.py --launches 200 --ranks 8
+
+clean: down ## stop the stack and remove what it made
+	rm -rf var
