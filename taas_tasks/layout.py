@@ -95,6 +95,25 @@ class RunKeys:
         """The ``GateDecision`` that opened the gate."""
         return f"{self.root}gate.json"
 
+    @property
+    def jobs(self) -> str:
+        """The prefix of the ``JobRecord``s."""
+        return f"{self.root}jobs/"
+
+    def job_record(self, job_id: str) -> str:
+        """The ``JobRecord`` of a job that has ended, written by the Airflow task that saw it end."""
+        return f"{self.jobs}{job_id}.json"
+
+    @property
+    def tasks(self) -> str:
+        """The ``TaskTimes`` of the run's Airflow tasks, written by ``report``."""
+        return f"{self.root}tasks.json"
+
+    @property
+    def artifacts(self) -> str:
+        """The ``ArtifactRecord`` that ``upload`` published."""
+        return f"{self.root}artifacts.json"
+
     def inspection(self, loader: str) -> str:
         """The ``Inspection`` of a loader."""
         return f"{self.root}inspect/{loader}.json"

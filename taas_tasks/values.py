@@ -320,6 +320,32 @@ class ArtifactRecord(Value):
     kept_beside: dict[str, str] = {}  # path as rank 0 wrote it -> path where it was kept, as someone changed it meanwhile
 
 
+class JobRecord(Value):
+    """What one job cost: put at ``layout.RunKeys.job_record`` by the Airflow task that saw it end (or stopped it)."""
+
+    version: Literal[1] = 1
+    job_id: str
+    task_id: str  # inspect, prepare, train
+    map_index: int = -1
+    generation: int
+    host: str
+    flavor: str
+    ok: bool
+    ended_by: str | None = None
+    started_at: float | None = None  # unix seconds, by the host's clock
+    ended_at: float | None = None
+
+
+class TaskTime(Value):
+    """When one task instance of the run started and ended, as Airflow tells it."""
+
+    task_id: str
+    map_index: int = -1
+    state: str | None
+    started_at: float | None = None
+    ended_at: float | None = None
+
+
 class LoaderAccount(Value):
     """The accounting of one loader. ``consumed = committed - dropped - unread + padded + replayed``."""
 
