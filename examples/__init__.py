@@ -1,0 +1,1 @@
+"""Example projects, and the demo that runs them."""
