@@ -1,0 +1,276 @@
+"""The report of a run: what was asked, extracted, delivered and consumed, how long each phase took and what it cost.
+
+``collect`` reads the facts from the store, ``build_report`` (pure) turns them into a ``Report``, ``as_text`` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from taas.errors import ObjectMissing
+from taas.flavors import Flavor
+from taas_tasks.accounting import account_loader
+from taas_tasks.layout import RunKeys
+from taas_tasks.store.base import ObjectStore
+from taas_tasks.values import (
+    ArtifactRecord,
+    GateDecision,
+    JobRecord,
+    LaunchResult,
+    LoaderAccount,
+    NodeResult,
+    Phase,
+    PinnedRequest,
+    Plan,
+    RankPass,
+    Report,
+    ShardRecord,
+    TaskTime,
+    Value,
+)
+
+_V = TypeVar("_V", bound=Value)
+_READ_THREADS = 16
+_MAX_METRICS = 2000
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the store knows of a run. Everything but ``run`` may be missing: a report is written for a failed run too."""
+
+    run: str
+    run_id: str
+    pinned: PinnedRequest | None = None
+    plan: Plan | None = None
+    records: Mapping[str, list[ShardRecord]] = field(default_factory=dict)
+    gate: GateDecision | None = None
+    launch: LaunchResult | None = None
+    artifacts: ArtifactRecord | None = None
+    jobs: list[JobRecord] = field(default_factory=list)
+    tasks: list[TaskTime] = field(default_factory=list)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _read(store: ObjectStore, key: str, kind: type[_V]) -> _V | None:
+    try:
+        return kind.model_validate_json(store.get(key))
+    except ObjectMissing:
+        return None
+
+
+def _read_all(store: ObjectStore, prefix: str, kind: type[_V]) -> list[_V]:
+    keys = [info.key for info in store.list(prefix)]
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
+        return list(pool.map(lambda key: kind.model_validate_json(store.get(key)), keys))
+
+
+def _read_launch(store: ObjectStore, keys: RunKeys, jobs: Iterable[JobRecord]) -> LaunchResult | None:
+    generation = max((job.generation for job in jobs if job.task_id == "train"), default=None)
+    if generation is None:
+        return None
+    nodes = [
+        NodeResult.model_validate_json(store.get(info.key))
+        for info in store.list(keys.train(generation))
+        if info.key.startswith(keys.train(generation) + "result-")
+    ]
+    return LaunchResult(generation=generation, ok=bool(nodes) and all(node.ok for node in nodes), nodes=nodes)
+
+
+def _read_metrics(store: ObjectStore, keys: RunKeys, launch: LaunchResult | None) -> list[dict[str, Any]]:
+    if launch is None:
+        return []
+    try:
+        lines = store.get(keys.metrics(launch.generation)).decode().splitlines()
+    except ObjectMissing:
+        return []
+    thinned = lines[:: max(1, -(-len(lines) // _MAX_METRICS))]
+    return [json.loads(line) for line in thinned]
+
+
+def collect(store: ObjectStore, run: str, *, run_id: str, tasks: Iterable[TaskTime] = ()) -> RunFacts:
+    """Read the facts of a run.
+
+    Args:
+        store: the object store.
+        run: the run's key (``layout.run_key``).
+        run_id: the DAG run's id.
+        tasks: when Airflow's tasks started and ended, and their states.
+    """
+    keys = RunKeys(run)
+    plan = _read(store, keys.plan, Plan)
+    jobs = _read_all(store, keys.jobs, JobRecord)
+    launch = _read_launch(store, keys, jobs)
+    return RunFacts(
+        run=run,
+        run_id=run_id,
+        pinned=_read(store, keys.request, PinnedRequest),
+        plan=plan,
+        records={name: _read_all(store, keys.ledger(name), ShardRecord) for name in (plan.loaders if plan else {})},
+        gate=_read(store, keys.gate, GateDecision),
+        launch=launch,
+        artifacts=_read(store, keys.artifacts, ArtifactRecord),
+        jobs=jobs,
+        tasks=list(tasks),
+        metrics=_read_metrics(store, keys, launch),
+    )
+
+
+def _span(times: Iterable[tuple[float | None, float | None]]) -> tuple[float | None, float | None]:
+    pairs = list(times)
+    starts = [start for start, _ in pairs if start is not None]
+    ends = [end for _, end in pairs if end is not None]
+    return (min(starts) if starts else None, max(ends) if ends else None)
+
+
+def _phase(name: str, facts: RunFacts, flavors: Mapping[str, Flavor]) -> Phase:
+    jobs = [job for job in facts.jobs if job.task_id == name]
+    tasks = [task for task in facts.tasks if task.task_id == name]
+    started_at, ended_at = _span((task.started_at, task.ended_at) for task in tasks)
+    seconds_of = {id(job): max(0.0, (job.ended_at or 0.0) - (job.started_at or 0.0)) for job in jobs if job.ended_at}
+    cost = sum(seconds * flavors[job.flavor].price for job in jobs if (seconds := seconds_of.get(id(job), 0.0)))
+    return Phase(
+        name=name,
+        started_at=started_at,
+        ended_at=ended_at,
+        seconds=round((ended_at or 0.0) - (started_at or 0.0), 3) if started_at and ended_at else 0.0,
+        machine_seconds=round(sum(seconds_of.values()), 3),
+        flavor=jobs[0].flavor if jobs else None,
+        cost_units=round(cost, 3),
+    )
+
+
+_PHASES = ("validate", "inspect", "plan", "prepare", "gate", "train", "upload")
+
+
+def _passes(launch: LaunchResult | None) -> list[RankPass]:
+    return [one for node in (launch.nodes if launch else []) for rank in node.ranks for one in rank.passes]
+
+
+def _accounts(facts: RunFacts) -> dict[str, LoaderAccount]:
+    if facts.plan is None:
+        return {}
+    delivered: dict[str, int] = {}
+    for node in facts.launch.nodes if facts.launch else []:
+        for name, count in node.delivered.items():
+            delivered[name] = delivered.get(name, 0) + count
+    passes = _passes(facts.launch)
+    return {
+        name: account_loader(
+            loader,
+            records=facts.records.get(name, []),
+            passes=[one for one in passes if one.loader == name],
+            world_size=facts.plan.world_size,
+            remainder=facts.plan.remainder,
+            delivered=delivered.get(name, 0),
+        )
+        for name, loader in facts.plan.loaders.items()
+    }
+
+
+def _gpu_stall(launch: LaunchResult | None) -> dict[str, float]:
+    waits: dict[int, float] = {}
+    for one in _passes(launch):
+        waits[one.rank] = waits.get(one.rank, 0.0) + one.wait_s
+    if launch is None or not waits:
+        return {}
+    starts = [node.times["ranks_started"] for node in launch.nodes if "ranks_started" in node.times]
+    ends = [node.times["ranks_ended"] for node in launch.nodes if "ranks_ended" in node.times]
+    seconds = max(ends) - min(starts) if starts and ends else 0.0
+    worst = max(waits, key=lambda rank: waits[rank])
+    return {
+        "mean_wait_s": round(sum(waits.values()) / len(waits), 3),
+        "worst_wait_s": round(waits[worst], 3),
+        "worst_rank": float(worst),
+        "stall_fraction": round(sum(waits.values()) / (len(waits) * seconds), 4) if seconds else 0.0,
+    }
+
+
+def build_report(
+    facts: RunFacts, *, flavors: Mapping[str, Flavor], failed_tasks: Iterable[str] = (), verdict: str | None = None
+) -> Report:
+    """Turn a run's facts into its report.
+
+    Args:
+        facts: what ``collect`` read.
+        flavors: the site's flavors, for prices.
+        failed_tasks: names of the run's tasks that failed; none means success.
+        verdict: what failed and why, for people.
+    """
+    failed = sorted(failed_tasks)
+    phases = [_phase(name, facts, flavors) for name in _PHASES]
+    cost = {phase.name: phase.cost_units for phase in phases if phase.cost_units}
+    accounts = _accounts(facts)
+    warnings = list(facts.plan.warnings) if facts.plan else []
+    if not failed:
+        warnings += [
+            f"{name}: the accounting does not close: {'; '.join(account.notes)}"
+            for name, account in accounts.items()
+            if not account.explained
+        ]
+    return Report(
+        run_id=facts.run_id,
+        run=facts.run,
+        state="failed" if failed else "success",
+        verdict=verdict if failed else None,
+        request=facts.pinned.request.model_dump(mode="json") if facts.pinned else {},
+        snapshot=facts.pinned.snapshot if facts.pinned else None,
+        loaders=accounts,
+        artifacts=facts.artifacts.files if facts.artifacts else [],
+        artifact_record=facts.artifacts.record if facts.artifacts else None,
+        phases=phases,
+        cost={**cost, "total": round(sum(cost.values()), 3)},
+        gpu_stall=_gpu_stall(facts.launch),
+        metrics=facts.metrics,
+        warnings=warnings,
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def _loader_lines(name: str, account: LoaderAccount) -> list[str]:
+    line = (
+        f"  {name}: asked {account.asked}, extracted {account.extracted}, committed {account.committed}, "
+        f"delivered {account.delivered}, consumed {account.consumed}"
+    )
+    parts = [(account.dropped, "dropped"), (account.unread, "unread"), (account.padded, "padded")]
+    parts += [(account.replayed, "replayed")]
+    rest = ", ".join(f"{count} {word}" for count, word in parts if count)
+    return [line + (f" ({rest})" if rest else "")] + [f"    {note}" for note in account.notes]
+
+
+def as_text(report: Report) -> str:
+    """Return the report for people."""
+    lines = [f"run {report.run_id}: {report.state}"]
+    if report.verdict:
+        lines += [f"  {line}" for line in report.verdict.splitlines()]
+    if report.loaders:
+        lines += ["elements"] + [line for name, one in report.loaders.items() for line in _loader_lines(name, one)]
+    lines += ["phases"]
+    for phase in report.phases:
+        if phase.started_at is None:
+            continue
+        machines = f", {phase.machine_seconds:.1f} machine-s of {phase.flavor}" if phase.flavor else ""
+        price = f", {phase.cost_units:.0f} units" if phase.cost_units else ""
+        lines.append(f"  {phase.name:<9}{phase.seconds:8.1f} s{machines}{price}")
+    lines.append(f"cost {report.cost.get('total', 0.0):.0f} units")
+    if report.gpu_stall:
+        stall = report.gpu_stall
+        lines.append(
+            f"waiting for data: {stall['stall_fraction']:.1%} of the ranks' time; "
+            f"worst rank {stall['worst_rank']:.0f} waited {stall['worst_wait_s']:.1f} s"
+        )
+    if report.artifacts:
+        lines.append(f"artifacts (record {report.artifact_record} of the project)")
+        lines += [f"  {one.path}  {_bytes(one.bytes)}  sha256 {one.sha256[:16]}…" for one in report.artifacts]
+    lines += [f"warning: {one}" for one in report.warnings]
+    return "\n".join(lines) + "\n"
