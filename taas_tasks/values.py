@@ -61,6 +61,8 @@ class Inspection(Value):
     ``epoch_length``: elements that one iteration yields, where the order tells it (random access); None for iterables.
     ``order``: "recipe" (a known sampler, replayed from seeds on every machine) or "chunks" (a sampler of the user's,
     run once in inspect and written by ``layout.RunKeys.order_chunk``) or "sequential" (an iterable: what it yields).
+    ``epoch_lengths``: where a sampler of the user's yields epochs of different lengths, each one's (and then
+    ``epoch_length`` is None); they hold at least the units asked for.
     """
 
     version: Literal[1] = 1
@@ -68,6 +70,7 @@ class Inspection(Value):
     kind: Literal["map", "iterable"]
     order: Literal["recipe", "chunks", "sequential"]
     epoch_length: int | None
+    epoch_lengths: list[int] = []
     claimed_length: int | None
     num_loader_workers: int
     batch_size: int | None
@@ -84,6 +87,8 @@ class Inspection(Value):
 class SegmentSizes(Value):
     """How an epoch of a stream is cut: sizes double from ``first`` to ``largest`` elements, one doubling per round.
 
+    Both are multiples of 32 elements, or a power of two below 32 (elements of several MiB, or few elements): then a
+    segment holds only some of the 32 lanes.
     ``taas_tasks.plan.segment_bounds`` is the one rule that turns this into (start, stop).
     """
 
