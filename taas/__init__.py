@@ -1,0 +1,98 @@
+"""Distributed training as a service: what a notebook or a script of a project uses.
+
+``register`` a DataLoader, ``submit`` a request and follow the ``Run`` that it gives; in the script that runs,
+``loader`` gives the delivered loader and ``log`` keeps metrics. Importing this is light: the rest comes on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from taas.errors import (
+    ArtifactError,
+    ClientError,
+    DeliveryError,
+    ElementError,
+    HostUnreachable,
+    JobFailed,
+    JobLost,
+    JobTimeout,
+    LaunchError,
+    LoaderError,
+    NoCapacity,
+    ObjectCorrupt,
+    ObjectMissing,
+    PreflightFailed,
+    PrepareError,
+    RankFailed,
+    RegisterError,
+    RequestError,
+    RunCancelled,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    TaasError,
+)
+
+if TYPE_CHECKING:
+    from taas.context import loader, log
+    from taas.registry import register, unregister, unregistered
+    from taas.run import attach, runs, submit
+
+_LAZY = {
+    "register": "taas.registry",
+    "unregister": "taas.registry",
+    "unregistered": "taas.registry",
+    "loader": "taas.context",
+    "log": "taas.context",
+    "submit": "taas.run",
+    "attach": "taas.run",
+    "runs": "taas.run",
+}
+
+__all__ = [
+    "ArtifactError",
+    "ClientError",
+    "DeliveryError",
+    "ElementError",
+    "HostUnreachable",
+    "JobFailed",
+    "JobLost",
+    "JobTimeout",
+    "LaunchError",
+    "LoaderError",
+    "NoCapacity",
+    "ObjectCorrupt",
+    "ObjectMissing",
+    "PreflightFailed",
+    "PrepareError",
+    "RankFailed",
+    "RegisterError",
+    "RequestError",
+    "RunCancelled",
+    "StoreError",
+    "StoreRefused",
+    "StoreUnavailable",
+    "TaasError",
+    "attach",
+    "loader",
+    "log",
+    "register",
+    "runs",
+    "submit",
+    "unregister",
+    "unregistered",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'taas' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,63 @@
+"""The JSON schema of a request, generated from the model, in the plain form that trigger forms understand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from taas.flavors import Flavor, gpu_flavors
+
+_EXAMPLE = {
+    "project": "lm",
+    "script": "train.py",
+    "flavor": "g2.8",
+    "gpus": 8,
+    "cpus": 1,
+    "units": 20480000,
+    "loaders": {"data_loader": "data.py:make_loader"},
+}
+
+
+def build_schema(model: type[BaseModel], *, flavors: Mapping[str, Flavor]) -> dict[str, Any]:
+    """Return the schema: no ``$ref``, optional fields as ``"type": [..., "null"]``, GPU flavors as an enum."""
+    generated = model.model_json_schema(mode="validation")
+    schema: dict[str, Any] = _plain(generated, generated.get("$defs", {}))
+    schema["properties"]["flavor"]["enum"] = gpu_flavors(flavors)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "Training request",
+        "examples": [_EXAMPLE],
+    }
+
+
+def _plain(node: Any, definitions: Mapping[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_plain(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
+    # Examples and defaults hold values, not schemas.
+    plain = {
+        key: value if key in ("examples", "default") else _plain(value, definitions)
+        for key, value in node.items()
+        if key != "$defs"
+    }
+    return _nullable(plain)
+
+
+def _nullable(node: dict[str, Any]) -> dict[str, Any]:
+    """Turn ``anyOf [X, null]`` into X with null among its types, which forms can show."""
+    options = node.get("anyOf")
+    if not isinstance(options, list) or len(options) != 2 or options[1] != {"type": "null"}:
+        return node
+    inner = dict(options[0])
+    if not isinstance(inner.get("type"), str):
+        return node
+    inner["type"] = [inner["type"], "null"]
+    outer = {key: value for key, value in node.items() if key != "anyOf"}
+    return {**inner, **outer}
