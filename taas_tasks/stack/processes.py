@@ -1,0 +1,158 @@
+"""Long-running processes that outlive their starter: started with a log file, found again, stopped for good.
+
+A process is known by pid *and* start time, so a pid that the kernel gave to someone else is never signalled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MARKER = "TAAS_STACK"  # in the environment of every process of a stack, and inherited by all that they start
+
+
+# What this process started and did not yet see end: kept, as a forgotten Popen warns of a process that runs on.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, and no other one that gets its pid later. ``started_ticks``: clock ticks since boot."""
+
+    pid: int
+    started_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """Return the identity of a process that runs now."""
+        fields = _stat(pid)
+        return None if fields is None else cls(pid, int(fields[19]))
+
+    def is_alive(self) -> bool:
+        """Return whether it still runs; a zombie does not."""
+        fields = _stat(self.pid)
+        return fields is not None and int(fields[19]) == self.started_ticks and fields[0] not in ("Z", "X")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if it still runs."""
+        if self.is_alive():
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                return
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of ``/proc/PID/stat`` behind the command's name (which may hold spaces and brackets)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+@dataclass(frozen=True)
+class User:
+    """An unprivileged user that a process runs as."""
+
+    uid: int
+    gid: int
+
+
+def start(argv: list[str], *, env: Mapping[str, str], log: Path, cwd: Path, user: User | None = None) -> ProcessId:
+    """Start a process in a session of its own; its output is appended to ``log``."""
+    with log.open("ab") as output:
+        popen = subprocess.Popen(
+            argv,
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            user=user.uid if user else None,
+            group=user.gid if user else None,
+            extra_groups=[] if user else None,
+        )
+    found = ProcessId.of(popen.pid)
+    if found is None:
+        raise OSError(f"{argv[0]} vanished at its start")
+    _children[popen.pid] = popen
+    return found
+
+
+def stop(process: ProcessId, *, grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
+    """Stop a process: ``first``, and KILL after the grace. Returns when it is gone (or a zombie of someone else)."""
+    process.send(first)
+    if not wait_until(lambda: not process.is_alive(), timeout_s=grace_s):
+        process.send(signal.SIGKILL)
+        wait_until(lambda: not process.is_alive(), timeout_s=10.0)
+    reap(process.pid)
+
+
+def reap(pid: int) -> None:
+    """Take the exit status of one that ``start`` started here, so that no zombie is left."""
+    child = _children.get(pid)
+    if child is not None and child.poll() is not None:
+        del _children[pid]
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float, every_s: float = 0.05) -> bool:
+    """Return whether the condition came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every_s)
+    return True
+
+
+def marked(value: str) -> list[ProcessId]:
+    """Return all processes whose environment has ``TAAS_STACK=value``, however they were started or orphaned."""
+    wanted = f"{MARKER}={value}".encode()
+    mine = os.getpid()
+    return [
+        found
+        for pid in _all_pids()
+        if pid != mine and wanted in _environment(pid) and (found := ProcessId.of(pid)) is not None and found.is_alive()
+    ]
+
+
+def _all_pids() -> Iterable[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]  # noqa: PTH208 - names only, and fast
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or another user's
+        return []
+
+
+def kill_marked(value: str, *, timeout_s: float = 10.0) -> int:
+    """Kill all marked processes, and those that they start meanwhile, until none is left; return their number."""
+    seen: set[ProcessId] = set()
+
+    def none_left() -> bool:
+        found = marked(value)
+        seen.update(found)
+        for process in found:
+            process.send(signal.SIGKILL)
+            reap(process.pid)
+        return not found
+
+    wait_until(none_left, timeout_s=timeout_s)
+    return len(seen)
+
+
+def tail(log: Path, *, num_lines: int = 15) -> str:
+    """Return the last lines of a log, or a word that there is none."""
+    if not log.exists():
+        return "(no log)"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 8192))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])

@@ -1,0 +1,57 @@
+"""What a store's failed answer means: HTTP status and S3 error code -> one of our errors."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from dataclasses import dataclass
+
+from taas.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreRefused, StoreUnavailable
+
+RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_RETRIED_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "InternalError"})
+_REFUSALS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "ExpiredToken", "InvalidToken"})
+_CLOCK_CODES = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often and how patiently a request is tried: full jitter below ``first_wait_s * 2**n``, at most 20 s."""
+
+    max_attempts: int = 6
+    first_wait_s: float = 0.2
+
+    def wait(self, attempt: int) -> None:
+        """Sleep before the try after ``attempt`` (from 1)."""
+        time.sleep(random.uniform(0, min(20.0, self.first_wait_s * 2**attempt)))
+
+
+def code_of(body: str) -> str:
+    """Return the error code in S3's XML answer, or nothing."""
+    found = re.search(r"<Code>([^<]*)</Code>", body)
+    return found.group(1) if found else ""
+
+
+def error_for(key: str, *, status: int, code: str, message: str = "") -> StoreError:
+    """Return the error that a failed answer about ``key`` means."""
+    if code == "NoSuchBucket":
+        return StoreRefused("the bucket does not exist: make it, or correct its name in the store's connection")
+    if code in _CLOCK_CODES:
+        return StoreRefused(f"the store refused {key!r} ({code}): set this machine's clock (NTP)", key=key, code=code)
+    if status in (401, 403) or code in _REFUSALS:
+        text = f"the store refused {key!r} ({code or status}): check the access key, the secret and the bucket's policy"
+        return StoreRefused(text, key=key, code=code)
+    if status in RETRIED_STATUS or code in _RETRIED_CODES:
+        return StoreUnavailable(f"the store is overloaded or down ({code or status}) for {key!r}", key=key, code=code)
+    return _error_of_object(key, status, code, message)
+
+
+def _error_of_object(key: str, status: int, code: str, message: str) -> StoreError:
+    if status == 404:
+        return ObjectMissing(f"no object has the key {key!r}", key=key)
+    if status == 412:
+        return ObjectCorrupt(f"object {key!r} was replaced while it was read", key=key)
+    if status == 416:
+        return ObjectCorrupt(f"object {key!r} ends before the range that was asked for", key=key)
+    return StoreError(f"the store answered {status} {code} for {key!r}: {message[:200]}", key=key, code=code)

@@ -1,0 +1,29 @@
+"""Fixtures that all tests share: object stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from taas_tasks.store import ObjectStore, open_store
+from taas_tasks.store.memory import MemoryStore
+from tests.support.s3_server import S3Server, running_s3_server
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server for the whole session; dies with it."""
+    with running_s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3_store(s3_server: S3Server) -> ObjectStore:
+    """A store on the real server below a prefix of its own; ``s3_server.fresh_config()`` gives another one's config."""
+    return open_store(s3_server.fresh_config())
+
+
+@pytest.fixture
+def memory_store() -> MemoryStore:
+    return MemoryStore()
