@@ -14,6 +14,7 @@ import botocore.session
 from boto3.exceptions import S3UploadFailedError
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
+from botocore.handlers import add_expect_header
 
 from taas.errors import ObjectMissing, StoreError, StoreRefused, StoreUnavailable
 from taas_tasks.store.answers import Retries, error_for
@@ -97,7 +98,11 @@ class S3Store:
             response_checksum_validation="when_required",
             request_checksum_calculation="when_required",
         )
-        return session.client("s3", endpoint_url=endpoint_url, config=config)
+        client = session.client("s3", endpoint_url=endpoint_url, config=config)
+        # With "Expect: 100-continue" botocore waits up to a second for a server that answers only the whole request,
+        # as SeaweedFS does while several writers want one key: 16 racers took 3 s, and 0.05 s without it.
+        client.meta.events.unregister("before-call.s3", add_expect_header)
+        return client
 
     def _key(self, key: str) -> str:
         return self._prefix + check_key(key)
