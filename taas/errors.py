@@ -21,6 +21,8 @@
     |   |   |-- JobTimeout    it ran longer than allowed
     |   |   `-- RankFailed    a rank of the training failed; names the first one
     |   `-- PreflightFailed   hosts are not fit for the training; carries every finding
+    |-- ProjectError          a project's files cannot be read or written as asked (a bad path, an unknown snapshot)
+    |   `-- ProjectConflict   someone else changed the same files meanwhile; names them
     |-- ArtifactError         what rank 0 wrote cannot be published
     `-- RunCancelled          a user stopped the run
 
@@ -144,6 +146,14 @@ class PreflightFailed(LaunchError):
 
 class RankFailed(JobFailed):
     """A rank of the training failed; the message names the first one, its host, the class and the traceback's tail."""
+
+
+class ProjectError(TaasError):
+    """Files of a project cannot be read or written as asked."""
+
+
+class ProjectConflict(ProjectError):
+    """The same files were changed on both sides. ``fields["paths"]`` lists them."""
 
 
 class ArtifactError(TaasError):

@@ -312,6 +312,7 @@ class StagedArtifacts(Value):
     generation: int
     base_snapshot: str
     files: list[Artifact]
+    notes: list[str] = []  # what was left out, and why: links that leave the folder, devices, deleted files
 
 
 class ArtifactRecord(Value):
@@ -322,6 +323,7 @@ class ArtifactRecord(Value):
     record: int
     snapshot: str
     files: list[Artifact]
+    notes: list[str] = []
     kept_beside: dict[str, str] = {}  # path as rank 0 wrote it -> path where it was kept, as someone changed it meanwhile
 
 
