@@ -105,6 +105,16 @@ class RunKeys:
         return f"{self.jobs}{job_id}.json"
 
     @property
+    def placements(self) -> str:
+        """The prefix of what tells ``release`` and the logs where jobs are."""
+        return f"{self.root}placed/"
+
+    def placement(self, task_id: str, map_index: int) -> str:
+        """Where the current try of a task has its jobs (a ``Placement``); put before they are started."""
+        place = f"-{map_index}" if map_index >= 0 else ""
+        return f"{self.placements}{task_id}{place}.json"
+
+    @property
     def tasks(self) -> str:
         """The ``TaskTimes`` of the run's Airflow tasks, written by ``report``."""
         return f"{self.root}tasks.json"
@@ -145,6 +155,22 @@ class RunKeys:
     def node_result(self, generation: int, node_rank: int) -> str:
         """The ``NodeResult`` of one node."""
         return f"{self.train(generation)}result-{node_rank}.json"
+
+    def watch(self, generation: int) -> str:
+        """The prefix by which the node agents of one try watch each other: one listing tells all."""
+        return f"{self.train(generation)}watch/"
+
+    def watch_beat(self, generation: int, node_rank: int) -> str:
+        """Rewritten every few seconds by a node agent that lives."""
+        return f"{self.watch(generation)}beat-{node_rank}"
+
+    def watch_failed(self, generation: int, node_rank: int) -> str:
+        """Put by a node agent whose part has failed for good (JSON: host, reason): the others stop."""
+        return f"{self.watch(generation)}failed-{node_rank}"
+
+    def watch_done(self, generation: int, node_rank: int, attempt: int) -> str:
+        """Put by a node agent all of whose ranks have ended well, in the given attempt (restart) of the gang."""
+        return f"{self.watch(generation)}done-{node_rank}-{attempt}"
 
     def rank_log(self, generation: int, rank: int) -> str:
         """The whole log of one rank, put when the node agent ends."""

@@ -343,6 +343,29 @@ class JobRecord(Value):
     ended_at: float | None = None
 
 
+class PlacedJob(Value):
+    """A job and its host."""
+
+    host: str
+    job_id: str
+
+
+class Placement(Value):
+    """Where one try of a task has its jobs, node 0 first; without jobs it waits for hosts.
+
+    Kept with the task's state (a retry finds its jobs) and at ``layout.RunKeys.placement``, both before the start.
+    """
+
+    version: Literal[1] = 1
+    task_id: str  # inspect, prepare, train
+    map_index: int = -1
+    generation: int
+    flavor: str
+    asked_at: float  # unix seconds: the place in the queue for hosts
+    jobs: list[PlacedJob] = []
+    given_up: bool = False  # a host stayed silent until its jobs must have ended by themselves
+
+
 class TaskTime(Value):
     """When one task instance of the run started and ended, as Airflow tells it."""
 
