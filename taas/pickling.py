@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import pickle
+import sys
 import types
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from taas.errors import RegisterError
@@ -35,27 +37,56 @@ def measure_pickle(value: Any, *, name: str) -> int:
     Raises:
         RegisterError: "NAME cannot be serialized: ..." with the path of the part that cannot, its type, and what to do.
     """
-    outcome = _try_pickle(value)
-    if isinstance(outcome, int):
-        return outcome
-    path, culprit, reason = _culprit(name, value, outcome)
+    counter = _Counter()
+    error = _dump(value, counter)
+    if error is not None:
+        raise _not_serialized(name, value, error)
+    return counter.num_bytes
+
+
+def _not_serialized(name: str, value: Any, error: Exception) -> RegisterError:
+    path, culprit, reason = _culprit(name, value, error)
     kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
     message = f"{name} cannot be serialized: {path} is a {kind} ({reason}). {_way_out(path, culprit)}"
-    raise RegisterError(message, loader=name, path=path, type=kind)
+    return RegisterError(message, loader=name, path=path, type=kind)
 
 
-def _try_pickle(value: Any) -> int | Exception:
-    """Return the pickle's size in bytes, or the error that it raised."""
+def pickled(value: Any, *, name: str) -> bytes:
+    """Return the object's pickle as hosts open it; raises what ``measure_pickle`` raises."""
+    file = io.BytesIO()
+    outcome = _dump(value, file)
+    if outcome is not None:
+        raise _not_serialized(name, value, outcome)
+    return file.getvalue()
+
+
+@cache
+def _pickler() -> Any:
+    """Return cloudpickle's Pickler, but for open files: it would pickle what a file holds in its place, silently."""
     import cloudpickle
 
-    counter = _Counter()
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, io.IOBase) and not _may_travel(value):
+                raise pickle.PicklingError(f"cannot pickle an open file: {getattr(value, 'name', '') or 'unnamed'}")
+            return super().reducer_override(value)
+
+    return Pickler
+
+
+def _may_travel(file: io.IOBase) -> bool:
+    return isinstance(file, io.BytesIO | io.StringIO) or file in (sys.stdout, sys.stderr)
+
+
+def _dump(value: Any, file: Any) -> Exception | None:
+    """Pickle into a file; return the error that it raised, or None."""
     try:
-        cloudpickle.dump(value, counter)
+        _pickler()(file).dump(value)
     except RecursionError:
         return RecursionError("nested too deeply, or it refers to itself")
     except Exception as error:  # noqa: BLE001 - __getstate__ and __reduce__ of the user's objects may raise anything
         return error
-    return counter.num_bytes
+    return None
 
 
 def _culprit(path: str, value: Any, error: Exception) -> tuple[str, Any, str]:
@@ -63,7 +94,7 @@ def _culprit(path: str, value: Any, error: Exception) -> tuple[str, Any, str]:
     seen = {id(value)}
     for _ in range(_MAX_DEPTH):
         for part, child in _parts(value):
-            if id(child) in seen or isinstance(found := _try_pickle(child), int):
+            if id(child) in seen or (found := _dump(child, _Counter())) is None:
                 continue
             seen.add(id(child))
             path, value, error = path + part, child, found
@@ -85,7 +116,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", value.__self__
     elif isinstance(value, types.FunctionType):
         yield from _function_parts(value)
-    yield from ((f".{name}", item) for name, item in sorted(_attributes(value).items()))
+    yield from ((f".{name}", item) for name, item in _attributes(value).items())
 
 
 def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -45,7 +45,11 @@ def register(loader: Any, units: int | None = None, name: str | None = None) -> 
         RegisterError: it is not iterable, no DataLoader, already registered, cannot be serialized (the message names
             the attribute), is already split between ranks, or its name or ``units`` is not possible.
     """
-    label = name if name is not None else _bound_name(loader, _caller())
+    frame = _caller()
+    if not _is_iterable(loader):
+        label = name or " or ".join(_names_of(loader, frame)) or repr(loader)
+        raise RegisterError(f"{label} is not iterable: got {_kind(loader)}; allowed: a torch DataLoader", loader=label)
+    label = name if name is not None else _bound_name(loader, frame)
     for reason in _faults(label, loader, units):
         raise RegisterError(reason, loader=label)
     _registrations[label] = Registration(label, loader, units, measure_pickle(loader, name=label))
@@ -123,8 +127,6 @@ def _faults(name: str, loader: Any, units: int | None) -> Iterator[str]:
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         yield f"got the name {name!r}; allowed: a Python variable's name in ASCII letters, digits and '_'"
         return
-    if not _is_iterable(loader):
-        yield f"{name} is not iterable: got {_kind(loader)}; allowed: a torch DataLoader"
     yield from _already_registered(name, loader)
     if not _is_dataloader(loader):
         yield f"{name} is not a torch DataLoader: got {_kind(loader)}. Wrap it: DataLoader(dataset, batch_size=...)"

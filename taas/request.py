@@ -94,12 +94,14 @@ def _number_in(text: str) -> Any:
     return None
 
 
-_START_SCHEMA = {"type": ["string", "integer", "number"], "pattern": r"^(auto|all|[0-9]+|[0-9]*\.[0-9]+|1\.0*)$"}
-_Start = Annotated[
-    str | int | float,
-    PlainValidator(_check_start),
-    WithJsonSchema({**_START_SCHEMA, "exclusiveMinimum": 0, "maximum": MAX_UNITS}),
-]
+_START_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "pattern": r"^(auto|all|[0-9]+|[0-9]*\.[0-9]+)$"},
+        {"type": "integer", "minimum": 1, "maximum": MAX_UNITS},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    ]
+}
+_Start = Annotated[str | int | float, PlainValidator(_check_start), WithJsonSchema(_START_SCHEMA)]
 
 
 class PayloadRef(BaseModel):

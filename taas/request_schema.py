@@ -21,10 +21,10 @@ _EXAMPLE = {
 
 
 def build_schema(model: type[BaseModel], *, flavors: Mapping[str, Flavor]) -> dict[str, Any]:
-    """Return the schema: no ``$ref``, optional fields as ``"type": [..., "null"]``, GPU flavors as an enum."""
+    """Return the schema without ``$ref``; the known GPU flavors are an enum."""
     generated = model.model_json_schema(mode="validation")
     schema: dict[str, Any] = _plain(generated, generated.get("$defs", {}))
-    schema["properties"]["flavor"]["enum"] = gpu_flavors(flavors)
+    schema["properties"]["flavor"] |= {"enum": gpu_flavors(flavors), "examples": gpu_flavors(flavors)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
@@ -42,22 +42,8 @@ def _plain(node: Any, definitions: Mapping[str, Any]) -> Any:
         target = definitions[node["$ref"].rpartition("/")[2]]
         node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
     # Examples and defaults hold values, not schemas.
-    plain = {
+    return {
         key: value if key in ("examples", "default") else _plain(value, definitions)
         for key, value in node.items()
         if key != "$defs"
     }
-    return _nullable(plain)
-
-
-def _nullable(node: dict[str, Any]) -> dict[str, Any]:
-    """Turn ``anyOf [X, null]`` into X with null among its types, which forms can show."""
-    options = node.get("anyOf")
-    if not isinstance(options, list) or len(options) != 2 or options[1] != {"type": "null"}:
-        return node
-    inner = dict(options[0])
-    if not isinstance(inner.get("type"), str):
-        return node
-    inner["type"] = [inner["type"], "null"]
-    outer = {key: value for key, value in node.items() if key != "anyOf"}
-    return {**inner, **outer}

@@ -1,0 +1,50 @@
+"""A run's report as text for a terminal, from its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_ACCOUNT = ("asked", "extracted", "committed", "delivered", "consumed", "dropped", "unread", "padded", "replayed")
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """Return the report in lines: state and verdict, accounting per loader, phases, cost, artifacts, warnings."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"run {report['run_id']}: {report['state']}"
+    if report.get("verdict"):
+        yield f"verdict: {report['verdict']}"
+    yield from _loader_lines(report.get("loaders") or {})
+    yield from _phase_lines(report.get("phases") or [])
+    cost = report.get("cost") or {}
+    if cost:
+        yield "cost in units of price: " + ", ".join(f"{name} {value:,.0f}" for name, value in cost.items())
+    yield from _artifact_lines(report)
+    yield from (f"warning: {warning}" for warning in report.get("warnings") or [])
+
+
+def _loader_lines(loaders: Mapping[str, Any]) -> Iterator[str]:
+    for name, account in loaders.items():
+        counts = ", ".join(f"{word} {account[word]}" for word in _ACCOUNT if account.get(word))
+        yield f"loader {name}: {counts or 'nothing'}" + ("" if account.get("explained", True) else " - UNEXPLAINED")
+        yield from (f"  {note}" for note in account.get("notes") or [])
+
+
+def _phase_lines(phases: list[Mapping[str, Any]]) -> Iterator[str]:
+    width = max((len(phase["name"]) for phase in phases), default=0)
+    for phase in phases:
+        flavor = f" on {phase['flavor']}" if phase.get("flavor") else ""
+        yield f"  {phase['name']:<{width}} {phase['seconds']:10.1f} s {phase['cost_units']:14,.0f} units{flavor}"
+
+
+def _artifact_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    files = report.get("artifacts") or []
+    if not files:
+        yield "artifacts: none"
+        return
+    record = report.get("artifact_record")
+    yield f"artifacts: {len(files)} file(s)" + (f", record {record} of the project" if record is not None else "")
+    yield from (f"  {file['path']}  {file['bytes']} bytes  sha256 {file['sha256'][:12]}" for file in files)
