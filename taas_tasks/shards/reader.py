@@ -132,6 +132,8 @@ class _Compiler:
         if isinstance(spec, Fields):
             return _fields_getter(spec, [self.getter(child, columns) for child in spec.children])
         column = next(columns)
+        if len(column) == 0:
+            return _no_row  # pyarrow 26 crashes on the type codes of a union that was read without rows
         return self._repeat(spec, column) if isinstance(spec, Repeat) else self._choice(spec, column)
 
     def _start(self, column: Any) -> int:
@@ -195,6 +197,10 @@ class _Compiler:
         return lambda row: gets[kinds[row]](offsets[row])
 
 
+def _no_row(row: int) -> Any:
+    raise IndexError(f"row {row} of a column without rows")
+
+
 def _num_columns(spec: Spec) -> int:
     if isinstance(spec, Fields):
         return sum(_num_columns(child) for child in spec.children)
@@ -206,15 +212,18 @@ def _num_columns(spec: Spec) -> int:
 def _maker(storage: Storage, data: memoryview) -> Callable[[tuple[int, ...], int], Any]:
     """Return a function from a shape and a byte offset to a view. An empty one may not begin at the buffer's end."""
     ndarray, dtype, from_numpy, kind = np.ndarray, storage.numpy, torch.from_numpy, storage.torch
-
-    def array(shape: tuple[int, ...], offset: int) -> Any:
-        return ndarray(shape, dtype, data, offset) if 0 not in shape else np.empty(shape, dtype)
-
     if kind is None:
-        return array
-    if storage.reinterpret:
-        return lambda shape, offset: from_numpy(array(shape, offset)).view(kind)
-    return lambda shape, offset: from_numpy(array(shape, offset))
+        return lambda shape, offset: ndarray(shape, dtype, data, offset) if 0 not in shape else np.empty(shape, dtype)
+
+    copy = kind is torch.complex128  # torch crashes unless its address is divisible by 16; Arrow gives 8
+
+    def tensor(shape: tuple[int, ...], offset: int) -> torch.Tensor:
+        if 0 in shape:
+            return torch.empty(shape, dtype=kind)
+        view = ndarray(shape, dtype, data, offset)
+        return from_numpy(view.copy() if copy else view)
+
+    return (lambda shape, offset: tensor(shape, offset).view(kind)) if storage.reinterpret else tensor
 
 
 def _fields_getter(spec: Fields, gets: list[Get]) -> Get:

@@ -188,27 +188,36 @@ def _complex_columns(_: Leaf, values: list[Any], name: str) -> Columns:
 
 
 def _tensor_columns(spec: Leaf, values: list[Any], name: str) -> Columns:
-    flat = [one.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy() for one in values]
-    return _dense_columns(spec, flat, [tuple(one.shape) for one in values], name)
+    storage = storage_of(spec)
+    plain = [one.detach().resolve_conj().resolve_neg() for one in values]
+    through = _READ_AS[storage.item_bytes] if storage.reinterpret else None
+    arrays = [(one.view(through) if through else one).numpy() for one in plain]
+    return _dense_columns(spec, arrays, name)
+
+
+_READ_AS = {1: torch.uint8, 2: torch.int16}
 
 
 def _array_columns(spec: Leaf, values: list[Any], name: str) -> Columns:
-    arrays = [np.asarray(one) for one in values]
-    flat = [np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in arrays]
-    return _dense_columns(spec, flat, [one.shape for one in arrays], name)
+    return _dense_columns(spec, [np.asarray(one) for one in values], name)
 
 
-def _dense_columns(spec: Leaf, flat: list[Any], shapes: list[tuple[int, ...]], name: str) -> Columns:
-    storage = storage_of(spec)
+def _flat_bytes(array: Any) -> Any:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8) if flat.size > 1 else np.frombuffer(flat.tobytes(), np.uint8)
+
+
+def _dense_columns(spec: Leaf, arrays: list[Any], name: str) -> Columns:
+    storage, flat = storage_of(spec), [_flat_bytes(one) for one in arrays]
     data = _values(flat, storage)
     if is_fixed(spec):
         kind = pa.list_(storage.arrow, num_values(spec))
         return [(name, pa.Array.from_buffers(kind, len(flat), [None], children=[data]))]
     value_bytes = storage.item_bytes // storage.per_item
-    dims = pa.array([size for shape in shapes for size in shape], pa.int64())
+    dims = pa.array([size for one in arrays for size in one.shape], pa.int64())
     return [
         (name, _large_list([len(one) // value_bytes for one in flat], data)),
-        (f"{name}.shape", _large_list([len(shape) for shape in shapes], dims)),
+        (f"{name}.shape", _large_list([one.ndim for one in arrays], dims)),
     ]
 
 

@@ -54,7 +54,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of a tensor; an empty one's strides may forbid viewing it, so they are left out."""
+    flat = tensor.reshape(-1).clone()
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 TORCH_DTYPES = [
