@@ -23,7 +23,7 @@ def starting_units(start: str | int | float, loader: LoaderPlan, *, world_size: 
         return min(loader.units, max(first_units(loader), world_size))
     if start == "all":
         return loader.units
-    if isinstance(start, bool) or isinstance(start, str) or start < 0 or (isinstance(start, float) and start > 1):
+    if isinstance(start, (bool, str)) or start < 0 or (isinstance(start, float) and start > 1):
         message = f'start is {start!r}; allowed: "auto", "all", a number of units, or a fraction from 0.0 to 1.0'
         raise RequestError(message, faults=[{"field": "start", "message": message}])
     wanted = math.ceil(start * loader.units) if isinstance(start, float) else start

@@ -62,15 +62,6 @@ class LedgerReader:
         segments = ledger.following(self._plan, self._frontier, count)
         return [segment for segment in segments if segment not in self._ahead]
 
-    def committed(self) -> set[tuple[int, int]]:
-        """Return every committed segment ``(epoch, n)`` from one listing of the whole ledger."""
-        prefix = self._keys.ledger(self._plan.loader)
-        found = set()
-        for info in self._store.list(prefix):
-            epoch, _stream, name = info.key.removeprefix(prefix).split("/")
-            found.add((int(epoch), int(name.removesuffix(".json"))))
-        return found
-
     def record(self, epoch: int, n: int) -> ShardRecord | None:
         """Return one record, or None while the segment is not committed."""
         try:

@@ -1,0 +1,171 @@
+"""Opening a user's DataLoader: from a file of the project, or from an uploaded payload."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn, Protocol
+
+import cloudpickle
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from taas.errors import LoaderError, ObjectCorrupt
+from taas_tasks.prep.elements import describe, users_traceback
+from taas_tasks.store.base import ObjectStore
+
+
+class LoaderSource(Protocol):
+    """Where a loader comes from: a ``LoaderRef`` of the request or a ``LoaderPlan``."""
+
+    @property
+    def source(self) -> str | None:
+        """``"data.py:make_loader"``."""
+
+    @property
+    def payload(self) -> str | None:
+        """The key of an uploaded payload."""
+
+    @property
+    def sha256(self) -> str | None:
+        """The payload's sha256."""
+
+
+def open_loader(ref: LoaderSource, project_folder: Path, store: ObjectStore) -> DataLoader[Any]:
+    """Return the user's DataLoader, checked to be one that can be prepared.
+
+    The project's folder becomes the current folder of this process and the first entry of ``sys.path``, and both stay:
+    the dataset reads its files and imports its modules later. A payload is verified before it is opened.
+
+    Raises:
+        LoaderError: The user's code raised, or gives no DataLoader, or one that cannot be prepared.
+        ObjectCorrupt: The payload is not the one that the request names.
+    """
+    enter_project(project_folder)
+    if ref.source is not None:
+        found = _from_source(ref.source, project_folder)
+        return check_loader(found, ref.source)
+    if ref.payload is None or ref.sha256 is None:
+        raise LoaderError(
+            "a loader needs a source like 'data.py:make_loader', or a payload and its sha256; got neither"
+        )
+    return check_loader(_from_payload(ref.payload, ref.sha256, store), "the uploaded loader")
+
+
+def enter_project(folder: Path) -> None:
+    """Make the project's folder the current one and the first that modules are imported from."""
+    os.chdir(folder)
+    path = str(folder.resolve())
+    sys.path[:] = [path] + [entry for entry in sys.path if entry != path]
+    importlib.invalidate_caches()
+
+
+def check_loader(found: Any, where: str) -> DataLoader[Any]:
+    """Return ``found`` if it is a DataLoader whose stream can be prepared.
+
+    Raises:
+        LoaderError: It is something else, is already split among ranks, or has no order of its own.
+    """
+    if not isinstance(found, DataLoader):
+        raise LoaderError(
+            f"{where} gives a {type(found).__name__}; allowed: a torch.utils.data.DataLoader, or a function without"
+            " arguments that returns one"
+        )
+    _refuse_split(found, where)
+    if isinstance(found.dataset, IterableDataset) and not found.in_order:
+        raise LoaderError(
+            f"{where}: in_order=False gives an iterable loader another order each time, so its elements have no ids;"
+            " leave in_order at True"
+        )
+    return found
+
+
+def _refuse_split(loader: DataLoader[Any], where: str) -> None:
+    batch_sampler = loader.batch_sampler
+    for sampler in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise LoaderError(
+                f"{where} is already split among {sampler.num_replicas} replicas by a DistributedSampler, so it yields"
+                " only one replica's part; give the whole loader (no DistributedSampler): ranks get their parts here",
+                num_replicas=sampler.num_replicas,
+            )
+
+
+# --- a file of the project ------------------------------------------------------------------------------------------
+
+
+def _from_source(source: str, folder: Path) -> Any:
+    path, _, name = source.partition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise LoaderError(
+            f"source is {source!r}; allowed: a Python file of the project and a name in it, 'data.py:name'"
+        )
+    if not (folder / path).is_file():
+        known = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.py"))[:20]
+        raise LoaderError(f"the project has no file {path!r} (source {source!r}); its Python files: {', '.join(known)}")
+    module = _import(path, folder, source)
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        names = sorted(n for n, value in vars(module).items() if not n.startswith("_") and _may_be_loader(value))
+        raise LoaderError(f"{path} has no name {name!r} (source {source!r}); it has: {', '.join(names)}") from None
+    return _call(found, source) if callable(found) and not isinstance(found, DataLoader) else found
+
+
+def _may_be_loader(value: Any) -> bool:
+    return isinstance(value, DataLoader) or (callable(value) and not isinstance(value, type))
+
+
+def _import(path: str, folder: Path, source: str) -> ModuleType:
+    name = path.removesuffix(".py").replace("/", ".")
+    loaded = sys.modules.get(name)
+    if loaded is not None and not _is_in(loaded, folder):
+        raise LoaderError(
+            f"the file {path!r} (source {source!r}) has the name of the installed module {name!r}; rename the file"
+        )
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 (user code may raise anything)
+        _raise(f"importing {path} failed", error)
+
+
+def _is_in(module: ModuleType, folder: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve().is_relative_to(folder.resolve())
+
+
+def _call(function: Any, source: str) -> Any:
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 (user code may raise anything)
+        _raise(f"calling {source} failed", error)
+
+
+# --- a payload ------------------------------------------------------------------------------------------------------
+
+
+def _from_payload(key: str, sha256: str, store: ObjectStore) -> Any:
+    data = store.get(key)
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise ObjectCorrupt(
+            f"the payload {key} has sha256 {found}, the request names {sha256}; it was not opened. Upload the loader"
+            " again, and find out who wrote this object",
+            key=key,
+        )
+    try:
+        return cloudpickle.loads(data)
+    except Exception as error:  # noqa: BLE001 (unpickling runs user code)
+        hint = (
+            "the uploaded loader cannot be opened here (is a package missing, or of another version than where it was"
+        )
+        _raise(f"{hint} made? this is Python {sys.version.split()[0]})", error)
+
+
+def _raise(what: str, error: Exception) -> NoReturn:
+    tail = users_traceback(error)
+    raise LoaderError(f"{what}: {describe(error)}", traceback=tail) from None

@@ -1,0 +1,195 @@
+"""The order of a sampler of the user's: run once, written down in chunks, read back by any machine.
+
+A chunk is an Arrow IPC file of one column, one row per element: ``list<int64>`` (a batch of indices), ``int64`` (one
+index), or JSON text for other keys (strings, numbers, tuples of them). Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import DataLoader
+
+from taas.errors import LoaderError, ObjectMissing
+from taas_tasks.layout import RunKeys
+from taas_tasks.prep.elements import describe, set_epoch, users_traceback
+from taas_tasks.prep.order import index_sampler
+from taas_tasks.prep.seeding import seed_start
+from taas_tasks.store.base import ObjectStore
+
+_CHUNK_INDICES = 1 << 20
+_MAX_CHUNK_ELEMENTS = 1 << 16
+_KEPT_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class WrittenOrder:
+    """What a pass over the sampler showed. ``lengths``: elements of each epoch, the last one cut at the units."""
+
+    lengths: list[int]
+    chunk_elements: int
+
+
+def write_order(
+    loader: DataLoader[Any], *, name: str, seed: int, units: int, store: ObjectStore, keys: RunKeys
+) -> WrittenOrder:
+    """Run the loader's sampler for ``units`` elements, epoch after epoch as in one process, and write its rows.
+
+    Seeds this process's global generators as a script does (``seed_start``) and uses the loader up: open another one
+    for loading elements. An infinite sampler is cut at ``units``.
+
+    Raises:
+        LoaderError: The sampler raised, an epoch of it is empty, or a row cannot be written down.
+    """
+    seed_start(seed)
+    lengths: list[int] = []
+    chunk_elements = 0
+    while sum(lengths) < units:
+        epoch = len(lengths)
+        rows = _rows_of_epoch(loader, name, epoch)
+        length = 0
+        for chunk in _chunks(rows, limit=units - sum(lengths), size=chunk_elements):
+            chunk_elements = chunk_elements or _chunk_elements(chunk[0])
+            store.put(keys.order_chunk(name, epoch, length // chunk_elements), _encode(chunk, name))
+            length += len(chunk)
+        if length == 0:
+            raise LoaderError(
+                f"loader {name!r}: its sampler yields nothing in epoch {epoch}, {units - sum(lengths)} of {units} units"
+                " are missing; a sampler must be iterable again and again"
+            )
+        lengths.append(length)
+    return WrittenOrder(lengths, chunk_elements)
+
+
+def _chunks(rows: Iterator[Any], *, limit: int, size: int) -> Iterator[list[Any]]:
+    rows = islice(rows, limit)
+    if not size:
+        first = list(islice(rows, 1))
+        if not first:
+            return
+        size = _chunk_elements(first[0])
+        yield first + list(islice(rows, size - 1))
+    while chunk := list(islice(rows, size)):
+        yield chunk
+
+
+def _chunk_elements(row: Any) -> int:
+    in_row = len(row) if isinstance(row, (list, tuple)) else 1
+    return max(1, min(_MAX_CHUNK_ELEMENTS, _CHUNK_INDICES // max(1, in_row)))
+
+
+def _rows_of_epoch(loader: DataLoader[Any], name: str, epoch: int) -> Iterator[Any]:
+    """Yield one pass of the sampler, drawing random numbers where ``iter(loader)`` and its workers draw them."""
+    set_epoch(loader, epoch)
+    has_workers = loader.num_workers > 0
+    try:
+        rows = iter(index_sampler(loader))
+        if epoch == 0 or not (loader.persistent_workers and has_workers):
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            # torch's iterator over worker processes starts the sampler a second time and uses that
+            rows = iter(index_sampler(loader)) if has_workers else rows
+        yield from rows
+    except Exception as error:  # noqa: BLE001 (user code may raise anything)
+        message = f"loader {name!r}: its sampler raised in epoch {epoch}: {describe(error)}"
+        raise LoaderError(message, traceback=users_traceback(error)) from None
+
+
+# --- one chunk ------------------------------------------------------------------------------------------------------
+
+
+def _encode(rows: list[Any], name: str) -> bytes:
+    plain = [_plain(row, name) for row in rows]
+    if all(type(row) is int for row in plain):
+        column, form = pa.array(plain, pa.int64()), "int"
+    elif all(type(row) is list and all(type(index) is int for index in row) for row in plain):
+        column, form = pa.array(plain, pa.list_(pa.int64())), "list"
+    else:
+        column, form = pa.array([json.dumps(_tagged(row)) for row in plain], pa.string()), "json"
+    table = pa.table({"row": column}).replace_schema_metadata({"form": form})
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def _decode(data: bytes) -> list[Any]:
+    table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    rows: list[Any] = table.column("row").to_pylist()
+    if table.schema.metadata[b"form"] == b"json":
+        return [_untagged(json.loads(row)) for row in rows]
+    return rows
+
+
+def _plain(key: Any, name: str) -> Any:
+    """Return a sampler's key of plain Python types; numpy's and torch's integers become int."""
+    if isinstance(key, (bool, int, float, str)) or key is None:
+        return key
+    if isinstance(key, np.generic) or (isinstance(key, torch.Tensor) and key.dim() == 0):
+        return key.item()
+    if isinstance(key, (np.ndarray, torch.Tensor)):
+        return key.tolist()
+    if type(key) in (list, tuple):
+        return type(key)(_plain(part, name) for part in key)
+    raise LoaderError(
+        f"loader {name!r}: its sampler yields keys of type {type(key).__name__}; allowed: integers, strings, floats,"
+        " and lists or tuples of them (keys travel between machines, and nothing is unpickled there)"
+    )
+
+
+def _tagged(key: Any) -> Any:
+    if isinstance(key, (list, tuple)):
+        return {"list" if isinstance(key, list) else "tuple": [_tagged(part) for part in key]}
+    return key
+
+
+def _untagged(key: Any) -> Any:
+    if isinstance(key, dict):
+        ((kind, parts),) = key.items()
+        found = [_untagged(part) for part in parts]
+        return found if kind == "list" else tuple(found)
+    return key
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+class ChunkOrder:
+    """The order that ``write_order`` wrote; keeps the few chunks read last."""
+
+    def __init__(self, store: ObjectStore, keys: RunKeys, *, name: str, chunk_elements: int) -> None:
+        self._store = store
+        self._keys = keys
+        self._name = name
+        self._chunk_elements = chunk_elements
+        self._kept: dict[tuple[int, int], list[Any]] = {}
+
+    def rows(self, epoch: int, start: int, stop: int) -> list[Any]:
+        """Return the rows of elements [start, stop) of an epoch; cut at the epoch's end."""
+        found: list[Any] = []
+        while start < stop:
+            number, offset = divmod(start, self._chunk_elements)
+            part = self._chunk(epoch, number)[offset : offset + stop - start]
+            if not part:
+                break
+            found += part
+            start += len(part)
+        return found
+
+    def _chunk(self, epoch: int, number: int) -> list[Any]:
+        if (epoch, number) not in self._kept:
+            try:
+                data = self._store.get(self._keys.order_chunk(self._name, epoch, number))
+            except ObjectMissing:
+                return []
+            self._kept[epoch, number] = _decode(data)
+            while len(self._kept) > _KEPT_CHUNKS:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[epoch, number]

@@ -1,0 +1,124 @@
+"""From loaded segments to committed ones, beside the loading: one thread encodes, one uploads and commits.
+
+Bounded: while one segment is loaded, at most one waits or is encoded and one waits or is uploaded; a faster loader
+waits in ``submit``. The first error of any part stops all and is raised where segments are submitted or finished.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from taas.errors import ElementError
+from taas_tasks.prep.commit import Committed, Producer, Segment, Times, commit, put_object, record_of
+from taas_tasks.shards.writer import EncodedShard, encode_segment
+from taas_tasks.store.base import ObjectStore
+
+_MAX_IN_FLIGHT = 3
+
+
+@dataclass(frozen=True)
+class LoadedSegment:
+    """A segment's elements in order, padding last."""
+
+    segment: Segment
+    elements: list[Any]
+    started_at: float
+    load_s: float
+
+
+class Pipeline:
+    """Encodes, uploads and commits what is submitted. A context manager: leaving it waits for all that is on its way.
+
+    ``on_commit`` is called in the uploading thread.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        producer: Producer,
+        *,
+        allow_pickle: bool,
+        on_commit: Callable[[Segment, Committed], None],
+    ) -> None:
+        self._store = store
+        self._producer = producer
+        self._allow_pickle = allow_pickle
+        self._on_commit = on_commit
+        self._room = threading.Semaphore(_MAX_IN_FLIGHT)
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Pipeline:
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._uploading = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._encoding.shutdown(wait=True)
+        self._uploading.shutdown(wait=True)
+        if error is None:
+            self._raise_first_error()
+
+    def submit(self, loaded: LoadedSegment) -> None:
+        """Hand over a loaded segment; waits while too many are on their way.
+
+        Raises:
+            TaasError: An earlier segment could not be encoded, uploaded or committed.
+        """
+        self._room.acquire()
+        self._raise_first_error()
+        self._encoding.submit(self._guarded, lambda: self._encode(loaded))
+
+    def _raise_first_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Run one step of a segment; after a failure nothing more is begun, and the segment's room is free again."""
+        try:
+            if self._error is None:
+                step()
+            else:
+                self._room.release()
+        except BaseException as error:  # noqa: BLE001 (handed to the submitting thread)
+            self._error = self._error or error
+            self._room.release()
+
+    def _encode(self, loaded: LoadedSegment) -> None:
+        began = time.perf_counter()
+        shard = self._encoded(loaded)
+        times = Times(loaded.started_at, loaded.load_s, time.perf_counter() - began)
+        loaded.elements.clear()
+        self._uploading.submit(self._guarded, lambda: self._upload(loaded.segment, shard, times))
+
+    def _encoded(self, loaded: LoadedSegment) -> EncodedShard:
+        segment = loaded.segment
+        indices = range(segment.start, segment.start + segment.num_elements)
+        try:
+            return encode_segment(zip(indices, loaded.elements, strict=True), allow_pickle=self._allow_pickle)
+        except ElementError as error:
+            raise ElementError(
+                f"loader {self._producer.loader!r}, epoch {segment.epoch}, elements {segment.start} to"
+                f" {segment.stop - 1}: {error.message}",
+                **error.fields,
+            ) from None
+
+    def _upload(self, segment: Segment, shard: EncodedShard, times: Times) -> None:
+        began = time.perf_counter()
+        key = put_object(self._store, self._producer, segment, shard)
+        record = record_of(
+            self._producer,
+            segment,
+            shard,
+            key=key,
+            times=times,
+            upload_s=time.perf_counter() - began,
+            committed_at=time.time(),
+        )
+        self._on_commit(segment, commit(self._store, record, run=self._producer.run))
+        self._room.release()
