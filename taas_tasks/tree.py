@@ -40,9 +40,7 @@ def safe_path(path: str) -> str:
         normal = unicodedata.normalize("NFC", path)
         lengths = [len(part.encode()) for part in normal.split("/")]
     except UnicodeEncodeError:
-        raise ProjectError(
-            f"{path!a} is no path of a project: its name is no valid UTF-8", path=ascii(path)
-        ) from None
+        raise ProjectError(f"{path!a} is no path of a project: its name is no valid UTF-8", path=ascii(path)) from None
     if max(lengths) > _MAX_PART_BYTES or sum(lengths) + len(lengths) > _MAX_PATH_BYTES:
         limits = f"{_MAX_PART_BYTES} bytes a name, {_MAX_PATH_BYTES} a path"
         raise ProjectError(f"path {path[:80]!r}... is too long; allowed are {limits}", path=path)
