@@ -1,1 +1,1 @@
-"""TBD."""
+"""The training on the GPU hosts: node agent, preflight, rendezvous, rank bootstrap, write guard."""

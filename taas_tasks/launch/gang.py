@@ -1,0 +1,255 @@
+"""torch's elastic agent for one node of the gang, with ends and failures that are bounded in time.
+
+What differs from ``LocalElasticAgent``: a rank says by files that its script ended or why it failed, so ``os._exit(0)``
+cannot leave the agent polling for ever; a node whose ranks have ended goes on watching until every node has, with no
+300 s exit barrier; the end of another node, of the feeder, or an abort of the run stops this node's ranks; ranks that
+do not go on TERM are killed after seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from taas_tasks.launch.files import EndReport, ErrorReport, RankFiles
+from taas_tasks.launch.logs import tail_of
+from taas_tasks.launch.notice import explanation
+from taas_tasks.launch.processes import oom_kills, peak_rss_bytes
+from taas_tasks.launch.rendezvous import GangRendezvous
+from taas_tasks.launch.watch import StopReason
+from taas_tasks.values import RankResult
+from taas_tasks.verdict import STOPPED, class_of_exit, describe_exit
+
+_log = logging.getLogger(__name__)
+
+COLLECT_S = 1.0
+"""How long after a failure the other ranks may still say what happened to them before they are stopped."""
+STOP_GRACE_S = 4
+"""From TERM to KILL. A rank in a collective of gloo runs no Python signal handler."""
+EXIT_BOUND_S = 60.0
+"""How long a rank's exit handlers may run after its script has ended."""
+
+
+class NoLogs(LogsSpecs):
+    """The ranks open their logs themselves; torch's agent shall redirect nothing and make no folders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return destinations that leave everything as it is."""
+        nothing = dict.fromkeys(envs, "")
+        return LogsDest(dict(nothing), dict(nothing), {}, {}, dict(nothing), "", "")
+
+    @property
+    def root_log_dir(self) -> str:
+        """No folder."""
+        return ""
+
+
+@dataclass
+class _Death:
+    """A rank's process that has ended: how, and when the agent saw it."""
+
+    exit_code: int
+    seen_at: float
+
+
+@dataclass
+class GangOutcome:
+    """How the ranks of this node ended. ``stopped_for`` is set where something else than a rank here was the reason."""
+
+    ok: bool
+    ranks: list[RankResult]
+    stopped_for: StopReason | None = None
+    times: dict[str, float] = field(default_factory=dict)
+
+
+class GangAgent(LocalElasticAgent):
+    """One node's agent. ``before_start(local rank -> rank)`` writes the ranks' files; ``stop_reason`` is polled;
+    ``mark_done`` and ``all_done`` take the attempt and tell and ask the other nodes."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        rendezvous: GangRendezvous,
+        files: RankFiles,
+        before_start: Callable[[Mapping[int, int]], None],
+        stop_reason: Callable[[], StopReason | None],
+        mark_done: Callable[[int], None],
+        all_done: Callable[[int], bool],
+    ) -> None:
+        super().__init__(spec, NoLogs(), start_method="forkserver", shutdown_timeout=STOP_GRACE_S)
+        self._rendezvous_of_gang = rendezvous
+        self._files = files
+        self._before_start = before_start
+        self._stop_reason = stop_reason
+        self._mark_done = mark_done
+        self._all_done = all_done
+        self._ranks: dict[int, int] = {}
+        self._deaths: dict[int, _Death] = {}
+        self._peak_rss: dict[int, int] = {}
+        self._told_done = False
+        self._oom_kills_before = oom_kills()
+        self._next_sample = 0.0
+        self.stopped_for: StopReason | None = None
+        self.times: dict[str, float] = {}
+
+    def outcome(self, *, ok: bool) -> GangOutcome:
+        """Return how the ranks ended, from their files and from what the agent saw."""
+        ranks = [self._rank_result(local_rank) for local_rank in sorted(self._ranks)]
+        return GangOutcome(ok=ok, ranks=ranks, stopped_for=self.stopped_for, times=self.times)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self._deaths.clear()
+        self._told_done = False
+        self._files.forget_attempt(list(self._ranks.values()))
+        self._before_start(self._ranks)
+        self.times.setdefault("ranks_started", time.time())
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._see()
+        self.stopped_for = self._stop_reason()
+        if self.stopped_for is not None:
+            self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
+        if self._failed_ranks():
+            self._collect()
+            return RunResult(state=WorkerState.FAILED)
+        if not all(self._has_ended(rank) for rank in self._ranks.values()):
+            return RunResult(state=WorkerState.HEALTHY)
+        return self._wait_for_gang()
+
+    def _wait_for_gang(self) -> RunResult:
+        """Stay healthy until all nodes have ended, so that a restart of the gang still finds this one."""
+        attempt = self._rendezvous_of_gang.attempt
+        if not self._told_done:
+            self._mark_done(attempt)
+            self._told_done = True
+        if not self._all_done(attempt):
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks.values()))
+
+    def _exit_barrier(self) -> None:
+        """Let the ranks leave; every node knows that all have ended."""
+        self.times["ranks_ended"] = time.time()
+        self._files.release.touch()
+        deadline = time.monotonic() + STOP_GRACE_S
+        while time.monotonic() < deadline and any(process.is_alive() for process in self._processes().values()):
+            time.sleep(0.01)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        super()._shutdown(death_sig, min(timeout, STOP_GRACE_S))
+        self.times.setdefault("ranks_ended", time.time())
+
+    def _processes(self) -> dict[int, Any]:
+        """Return the ranks' processes by local rank. Private to torch 2.13's MultiprocessContext; pinned by a test."""
+        context = getattr(self._pcontext, "_pc", None)
+        return dict(enumerate(context.processes)) if context is not None else {}
+
+    def _see(self) -> None:
+        """Note which processes have ended since the last look, and now and then how much memory the others use."""
+        sample = time.monotonic() >= self._next_sample
+        self._next_sample = time.monotonic() + 1 if sample else self._next_sample
+        for local_rank, process in self._processes().items():
+            if sample and (peak := peak_rss_bytes(process.pid)):
+                self._peak_rss[local_rank] = peak
+            if local_rank not in self._deaths and process.exitcode is not None:
+                self._deaths[local_rank] = _Death(process.exitcode, time.time())
+
+    def _failed_ranks(self) -> list[int]:
+        """Return the local ranks that have failed: they said so, or ended without having said that they were done."""
+        return [
+            local_rank
+            for local_rank, rank in self._ranks.items()
+            if not self._files.end(rank).exists() and (local_rank in self._deaths or self._files.error(rank).exists())
+        ]
+
+    def _has_ended(self, rank: int) -> bool:
+        if self._files.end(rank).exists():
+            return True
+        closing = self._files.closing(rank)
+        try:
+            return time.time() - closing.stat().st_mtime > EXIT_BOUND_S
+        except FileNotFoundError:
+            return False
+
+    def _collect(self) -> None:
+        """Give ranks that fail at the same time for their own reasons a moment to say so."""
+        deadline = time.monotonic() + COLLECT_S
+        while time.monotonic() < deadline and len(self._deaths) < len(self._ranks):
+            time.sleep(0.05)
+            self._see()
+
+    def _rank_result(self, local_rank: int) -> RankResult:
+        rank = self._ranks[local_rank]
+        common: dict[str, Any] = {
+            "rank": rank,
+            "local_rank": local_rank,
+            "first_step_at": _read_time(self._files.first_step(rank)),
+            "max_rss_bytes": self._peak_rss.get(local_rank),
+        }
+        if self._files.end(rank).exists():
+            EndReport.model_validate_json(self._files.end(rank).read_bytes())
+            return RankResult(exit_code=0, **common)
+        if self._files.error(rank).exists():
+            return self._from_error_report(rank, common)
+        return self._from_exit(local_rank, common)
+
+    def _from_error_report(self, rank: int, common: dict[str, Any]) -> RankResult:
+        report = ErrorReport.model_validate_json(self._files.error(rank).read_bytes())
+        return RankResult(
+            exit_code=report.exit_code,
+            error_class=report.error_class,
+            message=report.message,
+            traceback_tail=report.traceback_tail,
+            failed_at=report.failed_at,
+            **common,
+        )
+
+    def _from_exit(self, local_rank: int, common: dict[str, Any]) -> RankResult:
+        rank = self._ranks[local_rank]
+        if self._has_ended(rank):
+            return RankResult(exit_code=0, message="its exit handlers did not end; it was killed", **common)
+        death = self._deaths.get(local_rank)
+        if death is None:
+            return RankResult(exit_code=None, error_class=STOPPED, message="stopped by the node agent", **common)
+        number = -death.exit_code if death.exit_code < 0 else None
+        exit_code = death.exit_code if number is None else None
+        message = describe_exit(exit_code=exit_code, signal_number=number, oom_kills=self._new_oom_kills())
+        tail = tail_of(self._files.log(rank))
+        if rank != 0 and "Read-only file system" in tail:
+            message = f"{message}. {explanation(rank, 'a file of the project')}"
+        return RankResult(
+            exit_code=exit_code,
+            signal=number,
+            error_class=class_of_exit(exit_code=exit_code, signal_number=number),
+            message=message,
+            traceback_tail=tail,
+            failed_at=death.seen_at,
+            **common,
+        )
+
+    def _new_oom_kills(self) -> int:
+        now = oom_kills()
+        return now - self._oom_kills_before if now is not None and self._oom_kills_before is not None else 0
+
+
+def _read_time(path: Path) -> float | None:
+    try:
+        return float(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,65 @@
+"""Puts torch's elastic agent together for one node and runs it. Imports torch, so it is imported late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+
+from taas_tasks.launch import rank_main
+from taas_tasks.launch.files import RankFiles
+from taas_tasks.launch.gang import GangAgent, GangOutcome
+from taas_tasks.launch.outcome import NodeLedger
+from taas_tasks.launch.rendezvous import GangRendezvous
+from taas_tasks.launch.watch import StopReason, Watch
+from taas_tasks.values import LaunchPlan
+
+_MONITOR_S = 0.1
+
+
+def run_gang(
+    plan: LaunchPlan,
+    *,
+    node_rank: int,
+    address: str,
+    store: Store,
+    files: RankFiles,
+    before_start: Callable[[Mapping[int, int]], None],
+    stop_reason: Callable[[], StopReason | None],
+    watch: Watch,
+    ledger: NodeLedger,
+) -> GangOutcome:
+    """Run this node's ranks until all nodes have ended or one has failed; the outcome is put into ``ledger``."""
+    run_id = f"{plan.run}-g{plan.generation}"
+    rendezvous = GangRendezvous(store, run_id=run_id, node_rank=node_rank, nnodes=plan.nnodes, address=address)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=plan.nproc_per_node,
+        entrypoint=rank_main.main,
+        args=(str(files.spec),),
+        rdzv_handler=rendezvous,
+        max_restarts=plan.max_restarts,
+        monitor_interval=_MONITOR_S,
+        local_addr=address,
+    )
+    agent = GangAgent(
+        spec,
+        rendezvous=rendezvous,
+        files=files,
+        before_start=before_start,
+        stop_reason=stop_reason,
+        mark_done=watch.mark_done,
+        all_done=watch.all_done,
+    )
+    ok = False
+    try:
+        result = agent.run()
+        ok = result is not None and result.state == WorkerState.SUCCEEDED
+    except RendezvousClosedError:
+        agent.stopped_for = stop_reason() or StopReason("failed", "another node gave up the gang")
+    finally:
+        outcome = agent.outcome(ok=ok)
+        ledger.take(outcome)
+    return outcome
