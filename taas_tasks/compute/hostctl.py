@@ -208,14 +208,24 @@ def _launch(host: _Host, folder: Path) -> None:
             stderr=log,
             start_new_session=True,
         )
-        code = process.wait(timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
+        code = process.wait(timeout=50)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"the supervisor of {folder.name} did not begin within {error.timeout} s") from error
+    except OSError as error:
         raise Refused(f"the supervisor cannot be started with {host.python!r}: {error}") from error
     finally:
         os.close(log)
     if code not in (0, _LOST_THE_LOCK):
+        raise Refused(f"the supervisor of {folder.name} ended with {code} before the job began{_last_words(folder)}")
+
+
+def _last_words(folder: Path) -> str:
+    """Return what a supervisor wrote when it died, as the end of a sentence."""
+    try:
         said = (folder / "supervisor.log").read_text(errors="replace").strip()[-500:]
-        raise Refused(f"the supervisor of {folder.name} ended with {code} before the job began; it said: {said}")
+    except OSError:
+        said = ""
+    return f"; it said: {said}" if said else ""
 
 
 def state(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
@@ -261,10 +271,11 @@ def reap(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
     folder = host.job(payload.get("job_id"))
     with _control(folder):
         phase, written = _phase(folder)
-        if phase in LIVE and payload.get("force"):
+        is_forced = phase in LIVE and bool(payload.get("force"))
+        if is_forced:
             _kill_supervisor(written)
-        if phase not in ("ended", "tombstone"):
-            _bury(folder, reason="its supervisor died" if written else "it was never started")
+        if is_forced or phase in ("absent", "lost"):
+            _bury(folder, reason=f"its supervisor died{_last_words(folder)}" if written else "it was never started")
         return _state(folder)
 
 
@@ -378,8 +389,11 @@ def _sweep(host: _Host, table: tables.Table) -> None:
         phase, _ = _phase(host.job(slot["owner"]))
         if phase in LIVE or table.holds(slot):
             continue
-        if phase == "lost":
-            reap(host, {"job_id": slot["owner"]})
+        try:
+            if phase == "lost":
+                reap(host, {"job_id": slot["owner"]})
+        except OSError:
+            continue  # what does not die still has the host
         del table.slots[index]
 
 

@@ -74,17 +74,19 @@ def forget(transport: Transport, job_id: str) -> JobState:
 
 
 def stop(transport: Transport, job_id: str, *, wait_s: float) -> JobState:
-    """Cancel the job whoever owns it, and wait until no process of it is left; reap it when it is lost.
+    """End the job whoever owns it; when this returns, no process of it is left and it never starts again.
 
-    Returns:
-        Its last state; it may still live when ``wait_s`` was too short.
+    After ``wait_s`` (more than the job's ``kill_grace_s``) by force: the supervisor and all the rest are killed.
+
+    Raises:
+        HostUnreachable: The host does not answer, or a process does not die even so.
     """
     give_up = time.monotonic() + wait_s
     current = cancel(transport, job_id)
     while current.lives and time.monotonic() < give_up:
         time.sleep(0.1)
         current = state(transport, job_id)
-    return declare_lost(transport, job_id) if current.phase == "lost" else current
+    return current if current.phase in ("ended", "tombstone") else declare_lost(transport, job_id, force=True)
 
 
 def failure(current: JobState, *, host: str, log_tail: str = "") -> TaasError | None:

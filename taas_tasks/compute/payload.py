@@ -61,6 +61,9 @@ def check_spec(spec: dict[str, Any]) -> dict[str, Any]:
         raise Refused(f"argv must be a list of at least one text, got {full.get('argv')!r}")
     for position, part in enumerate(full["argv"]):
         check_text(f"argv[{position}]", part)
+    for name in ("env", "files"):
+        if not isinstance(full[name], dict):
+            raise Refused(f"{name} must map names to texts, got {type(full[name]).__name__}")
     for name, value in full["env"].items():
         if not _VARIABLE.fullmatch(name):
             raise Refused(f"{name!r} is no name of an environment variable: it is empty, or has '=' or NUL")

@@ -101,6 +101,7 @@ class Process(NamedTuple):
 
     pid: int
     ppid: int
+    group: int
     start: int
     lives: bool
 
@@ -119,7 +120,7 @@ def read_process(pid: int) -> Process | None:
     fields = raw[raw.rindex(b")") + 2 :].split()
     # A zombie with threads is alive: its first thread has left, the others run on.
     lives = fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
-    return Process(pid, ppid=int(fields[1]), start=int(fields[19]), lives=lives)
+    return Process(pid, ppid=int(fields[1]), group=int(fields[2]), start=int(fields[19]), lives=lives)
 
 
 def all_processes() -> dict[int, Process]:
@@ -239,12 +240,12 @@ def _counter(path: Path) -> int | None:
     return int(values[0]) if values else None
 
 
-def oom_kills() -> dict[str, int]:
+def oom_kills(root: Path = Path("/")) -> dict[str, int]:
     """Return the kernel's counters of processes killed for memory: of our cgroup, and of the machine."""
-    base = Path("/sys/fs/cgroup")
-    places = [("machine", Path("/proc/vmstat"))]
+    base = root / "sys/fs/cgroup"
+    places = [("machine", root / "proc/vmstat")]
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
     for line in lines:

@@ -36,6 +36,7 @@ else:  # on a host: the files lie side by side
 TICK_S = 1.0
 SEEN_S = 5.0
 LEFTOVER_GRACE_S = 2.0
+UNSEEN_S = 1.0  # a debugger may keep a dead child from being collected: then the looks are believed
 LOST_THE_LOCK = 3
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -45,7 +46,7 @@ def _prctl(option: int, value: int) -> None:
     try:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     except (OSError, AttributeError):
-        return  # no Linux: ps.descendants are found by their environment only
+        return  # no Linux: descendants are found by their environment only
 
 
 def _set_oom_score(text: str) -> str:
@@ -70,6 +71,8 @@ class Supervisor:
         self.status: int | None = None
         self.stopping = False
         self.has_children = False
+        self.groups: set[int] = set()
+        self.kill_at = float("inf")
         self.lease: dict[str, Any] = {}
         self.began = ps.now_s()
         self.looked = 0.0
@@ -79,16 +82,18 @@ class Supervisor:
         self.state: dict[str, Any] = {"phase": "starting", "boot": ps.boot_id(), "started_at": time.time()}
 
     def run(self) -> None:
-        """Launch the command, wait for its end or a reason to end it, and leave no process of it."""
+        """Wait for the command's end or a reason to end it, and leave no process of it."""
         while self.main is not None and self.status is None and not self.state.get("ended_by"):
             self.pause(TICK_S)
             if self.status is None:
                 self.look()
-        grace_s = LEFTOVER_GRACE_S
+        grace_s = self.spec["kill_grace_s"]
         if self.state.get("ended_by"):
             self.publish()
-            grace_s = self.spec["kill_grace_s"]
-        ps.end_processes(self.find, grace_s=min(grace_s, self.spec["kill_grace_s"]), pause=self.pause)
+        else:
+            grace_s = min(grace_s, LEFTOVER_GRACE_S)
+        self.kill_at = ps.now_s() + grace_s
+        ps.end_processes(self.find, grace_s=grace_s, pause=self.pause)
         self.finish()
 
     # -- beginning --
@@ -127,6 +132,7 @@ class Supervisor:
                 preexec_fn=self._become_command,  # noqa: PLW1509 - safe here: this process has one thread
             )
             self.main = self._child.pid
+            self.groups.add(self.main)  # it leads a session and a group of its own
             self.state.update(phase="running", pid=self.main)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self.refuse(error, log)
@@ -230,13 +236,25 @@ class Supervisor:
     # -- ending --
 
     def find(self) -> list[ps.Process]:
-        """Return the job's processes that are left."""
+        """Return the job's processes that are left: none as soon as we have no children, as orphans become ours."""
         while True:
             self.collect()
             found = ps.job_processes(self.spec["job_id"], self.folder, supervisor=os.getpid())
-            if found or not self.has_children:
+            self.groups.update(process.group for process in found)
+            if found or not self.has_children or ps.now_s() > self.kill_at + UNSEEN_S:
                 return found
-            time.sleep(0.001)  # a child that no look sees is just forking or ending: without children, none is left
+            if ps.now_s() > self.kill_at:
+                self.kill_unseen()
+            time.sleep(0.005)
+
+    def kill_unseen(self) -> None:
+        """Kill children that no look sees (each forks the next and exits at once) by group, which is atomic."""
+        for group in self.groups - {os.getpgrp()}:
+            try:
+                os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises unless a child is in it
+                os.killpg(group, signal.SIGKILL)
+            except OSError:
+                continue
 
     def publish(self) -> bool:
         """Write ``state.json``; False when the disk does not let us."""
