@@ -7,8 +7,10 @@ could not be reached or refused); 2 a mistake in the command or the request; 130
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -68,7 +70,16 @@ class _Parser(argparse.ArgumentParser):
     """Says a mistake in one line, with the nearest known word, instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(_complain(f"{message}. See: {self.prog} --help", MISTAKE))
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong:
+            known = re.findall(r"'([^']*)'", wrong[2])
+            message = f"unknown command '{wrong[1]}'; known: {', '.join(known)}.{_nearest(wrong[1], known)}"
+        raise SystemExit(_complain(f"{message.rstrip('.')}. See: {self.prog} --help", MISTAKE))
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ def measure_pickle(value: Any, *, name: str) -> int:
 def _not_serialized(name: str, value: Any, error: Exception) -> RegisterError:
     path, culprit, reason = _culprit(name, value, error)
     kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
-    message = f"{name} cannot be serialized: {path} is a {kind} ({reason}). {_way_out(path, culprit)}"
+    message = f"{name} cannot be serialized: {path} is a {kind} ({reason}). {_way_out(path, culprit, error)}"
     return RegisterError(message, loader=name, path=path, type=kind)
 
 
@@ -82,16 +82,17 @@ def _dump(value: Any, file: Any) -> Exception | None:
     """Pickle into a file; return the error that it raised, or None."""
     try:
         _pickler()(file).dump(value)
-    except RecursionError:
-        return RecursionError("nested too deeply, or it refers to itself")
     except Exception as error:  # noqa: BLE001 - __getstate__ and __reduce__ of the user's objects may raise anything
-        return error
+        is_deep = isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
+        return RecursionError("nested too deeply to be pickled") if is_deep else error
     return None
 
 
 def _culprit(path: str, value: Any, error: Exception) -> tuple[str, Any, str]:
     """Follow the parts that cannot be pickled down to the innermost one; return its path, itself, and the reason."""
     seen = {id(value)}
+    if isinstance(error, RecursionError):
+        return path, value, str(error)
     for _ in range(_MAX_DEPTH):
         for part, child in _parts(value):
             if id(child) in seen or (found := _dump(child, _Counter())) is None:
@@ -149,8 +150,10 @@ def _one_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _way_out(path: str, culprit: Any) -> str:
-    if path.endswith("._iterator"):
+def _way_out(path: str, culprit: Any, error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "Keep it flat, e.g. as a list or an array"
+    if "._iterator" in path:
         return "Register the loader before it is iterated, or make it anew (persistent workers cannot travel)"
     if isinstance(culprit, types.GeneratorType):
         return "Make it in __iter__ of the dataset instead of keeping it"
