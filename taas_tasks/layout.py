@@ -114,6 +114,10 @@ class RunKeys:
         place = f"-{map_index}" if map_index >= 0 else ""
         return f"{self.placements}{task_id}{place}.json"
 
+    def last_words(self, task: str) -> str:
+        """Why a task failed for good, in its own words (``task`` as in ``prepare_0``)."""
+        return f"{self.root}failed/{task}.txt"
+
     @property
     def tasks(self) -> str:
         """The ``TaskTimes`` of the run's Airflow tasks, written by ``report``."""

@@ -1,0 +1,60 @@
+"""One look at the ledger after another, until the gate's decision says open. No Airflow in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from taas_tasks.gate import decide
+from taas_tasks.layout import RunKeys
+from taas_tasks.ledger import units_per_second
+from taas_tasks.ledger_reader import LedgerReader
+from taas_tasks.store import ObjectStore
+from taas_tasks.values import GateDecision, LoaderPlan, PinnedRequest, Plan, ShardRecord
+
+_RECORDS_FOR_RATE = 64
+
+
+@dataclass
+class GateWatch:
+    """Follows the ledgers of all loaders of a run; every look asks the store only for what is new."""
+
+    store: ObjectStore
+    plan: Plan
+    start: str | int | float
+    _readers: dict[str, LedgerReader] = field(default_factory=dict)
+    _recent: dict[str, list[ShardRecord]] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(cls, store: ObjectStore, run: str) -> GateWatch:
+        """Return the watch of a run that is planned."""
+        keys = RunKeys(run)
+        plan = Plan.model_validate_json(store.get(keys.plan))
+        pinned = PinnedRequest.model_validate_json(store.get(keys.request))
+        return cls(store=store, plan=plan, start=pinned.request.start)
+
+    def look(self) -> GateDecision:
+        """Return what is decided now; an open gate is written down before it is told."""
+        for name, loader in self.plan.loaders.items():
+            self._follow(name, loader)
+        decision = decide(
+            self.start,
+            loaders=self.plan.loaders,
+            watermarks=[reader.watermark for reader in self._readers.values()],
+            world_size=self.plan.world_size,
+            units_per_second=self._rates(),
+        )
+        if decision.is_open:
+            self.store.put(RunKeys(self.plan.run).gate, decision.to_bytes())
+        return decision
+
+    def _follow(self, name: str, loader: LoaderPlan) -> None:
+        reader = self._readers.setdefault(name, LedgerReader(self.store, self.plan.run, loader))
+        recent = self._recent.setdefault(name, [])
+        recent += reader.poll()
+        del recent[:-_RECORDS_FOR_RATE]
+
+    def _rates(self) -> Mapping[str, float]:
+        loaders = self.plan.loaders
+        found = {name: units_per_second(self._recent[name], machines=one.machines) for name, one in loaders.items()}
+        return {name: rate for name, rate in found.items() if rate is not None}
