@@ -111,34 +111,39 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float, every_s: floa
     return True
 
 
-def marked(value: str) -> list[ProcessId]:
-    """Return all processes whose environment has ``TAAS_STACK=value``, however they were started or orphaned."""
-    wanted = f"{MARKER}={value}".encode()
-    mine = os.getpid()
-    return [
-        found
-        for pid in _all_pids()
-        if pid != mine and wanted in _environment(pid) and (found := ProcessId.of(pid)) is not None and found.is_alive()
-    ]
+def marked(marks: set[bytes]) -> list[ProcessId]:
+    """Return the processes whose environment has one of ``marks`` (``NAME=value``), however started or orphaned."""
+    return matching(lambda pid: not marks.isdisjoint(_nul_list(pid, "environ")))
+
+
+def matching(is_wanted: Callable[[int], bool]) -> list[ProcessId]:
+    """Return the living processes that ``is_wanted(pid)`` names, never this one."""
+    found = [ProcessId.of(pid) for pid in _all_pids() if pid != os.getpid() and is_wanted(pid)]
+    return [process for process in found if process is not None and process.is_alive()]
+
+
+def arguments(pid: int) -> list[bytes]:
+    """Return a process's command line; empty when it is gone."""
+    return _nul_list(pid, "cmdline")
 
 
 def _all_pids() -> Iterable[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]  # noqa: PTH208 - names only, and fast
 
 
-def _environment(pid: int) -> list[bytes]:
+def _nul_list(pid: int, name: str) -> list[bytes]:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0")[:-1]
     except OSError:  # gone, or another user's
         return []
 
 
-def kill_marked(value: str, *, timeout_s: float = 10.0) -> int:
-    """Kill all marked processes, and those that they start meanwhile, until none is left; return their number."""
+def kill_all(find: Callable[[], list[ProcessId]], *, timeout_s: float = 10.0) -> int:
+    """Kill what ``find`` finds, and what those start meanwhile, until it finds nothing; return how many there were."""
     seen: set[ProcessId] = set()
 
     def none_left() -> bool:
-        found = marked(value)
+        found = find()
         seen.update(found)
         for process in found:
             process.send(signal.SIGKILL)

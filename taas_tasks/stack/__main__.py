@@ -1,0 +1,78 @@
+"""The command: ``python -m taas_tasks.stack up|down|status [--root var/stack]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from taas.errors import TaasError
+from taas_tasks.stack.stack import Stack
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m taas_tasks.stack", description=__doc__)
+    parser.add_argument("command", choices=["up", "down", "status"])
+    parser.add_argument("--root", type=Path, default=Path("var/stack"), help="the folder of everything (var/stack)")
+    parser.add_argument("--hosts-gpu", type=int, default=4, help="emulated g2.8 machines (4)")
+    parser.add_argument("--hosts-cpu", type=int, default=8, help="emulated c1.4 machines (8)")
+    parser.add_argument("--dags", type=Path, help="another DAG folder")
+    parser.add_argument("--plugins", type=Path, help="another plugins folder")
+    parser.add_argument("--json", action="store_true", help="status as JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str], env: Mapping[str, str]) -> int:
+    """Run one command; return the exit code: 0 when everything is as asked, 1 when not."""
+    asked = _arguments(argv)
+    # An Airflow set up elsewhere must not show through.
+    clean = {name: value for name, value in env.items() if not name.startswith(("AIRFLOW", "TAAS_"))}
+    stack = Stack(
+        asked.root,
+        hosts_gpu=asked.hosts_gpu,
+        hosts_cpu=asked.hosts_cpu,
+        dags=asked.dags,
+        plugins=asked.plugins,
+        env=clean,
+    )
+    try:
+        return {"up": _up, "down": _down, "status": _status}[asked.command](stack, asked)
+    except TaasError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command
+        return 1
+
+
+def _up(stack: Stack, _: argparse.Namespace) -> int:
+    stack.up()
+    user, password = stack.login
+    print(f"Airflow  {stack.url}   user {user}, password {password}")  # noqa: T201 - a command
+    print(f"S3       {stack.store_config().endpoint_url}   bucket {stack.store_config().bucket}")  # noqa: T201
+    print(f"Files    {stack.files.root}")  # noqa: T201
+    return 0
+
+
+def _down(stack: Stack, _: argparse.Namespace) -> int:
+    if stack.files.state.exists():
+        stack.down()
+    print("stopped")  # noqa: T201 - a command
+    return 0
+
+
+def _status(stack: Stack, asked: argparse.Namespace) -> int:
+    found = stack.status()
+    if asked.json:
+        print(json.dumps([asdict(part) for part in found], indent=1))  # noqa: T201 - a command
+    else:
+        for part in found:
+            print(f"{part.name:14} {part.pid or '-':>8}  {part.problem or 'healthy'}")  # noqa: T201 - a command
+    return 0 if all(part.problem is None for part in found) else 1
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    sys.exit(main(sys.argv[1:], os.environ))
