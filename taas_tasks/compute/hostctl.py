@@ -49,7 +49,7 @@ def call(root: Path, verb: str, payload: dict[str, Any], *, python: str = sys.ex
         OSError: The host's folder cannot be used, or is busy: repeat the call.
     """
     if verb not in _VERBS:
-        raise Refused(f"unknown verb {verb!r}; known: {', '.join(_VERBS)}")
+        raise asked.Refused(f"unknown verb {verb!r}; known: {', '.join(_VERBS)}")
     return _VERBS[verb](_Host(Path(os.path.realpath(root)), python), payload)
 
 
@@ -96,16 +96,34 @@ def _phase(folder: Path) -> tuple[str, dict[str, Any]]:
     return ("lost" if written else "absent"), written
 
 
+def _read(path: Path, *, offset: int = 0, limit: int) -> tuple[bytes, int] | None:
+    """Return bytes of a file and its size, or None when it is no regular file. The job wrote it: trust nothing.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return None  # a link
+    try:
+        found = os.fstat(fd)
+        return (os.pread(fd, limit, offset), found.st_size) if stat.S_ISREG(found.st_mode) else None
+    finally:
+        os.close(fd)
+
+
 def _outcome(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """Return the program's outcome, and what is wrong with it."""
     try:
-        fd = os.open(folder / "outcome.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        read = _read(folder / "outcome.json", limit=OUTCOME_LIMIT_BYTES + 1)
+    except FileNotFoundError:
         return None, None
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None, "outcome.json is no file"
-        raw = file.read(OUTCOME_LIMIT_BYTES + 1)
+    if read is None:
+        return None, "outcome.json is no file"
+    raw, _ = read
     if len(raw) > OUTCOME_LIMIT_BYTES:
         return None, f"outcome.json is larger than {OUTCOME_LIMIT_BYTES} bytes"
     try:
@@ -212,11 +230,13 @@ def _launch(host: _Host, folder: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise OSError(f"the supervisor of {folder.name} did not begin within {error.timeout} s") from error
     except OSError as error:
-        raise Refused(f"the supervisor cannot be started with {host.python!r}: {error}") from error
+        raise asked.Refused(f"the supervisor cannot be started with {host.python!r}: {error}") from error
     finally:
         os.close(log)
     if code not in (0, _LOST_THE_LOCK):
-        raise Refused(f"the supervisor of {folder.name} ended with {code} before the job began{_last_words(folder)}")
+        raise asked.Refused(
+            f"the supervisor of {folder.name} ended with {code} before the job began{_last_words(folder)}"
+        )
 
 
 def _last_words(folder: Path) -> str:
@@ -322,7 +342,7 @@ def forget(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
     with _control(folder):
         phase, _ = _phase(folder)
         if phase in (*LIVE, "lost"):
-            raise Refused(f"job {folder.name} is {phase}; cancel or reap it before it is forgotten")
+            raise asked.Refused(f"job {folder.name} is {phase}; cancel or reap it before it is forgotten")
         if phase != "tombstone":
             ps.write_json(folder / "tombstone.json", {"reason": "it is over and was forgotten", "at": time.time()})
         for path in folder.iterdir():
@@ -343,16 +363,13 @@ def log(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
     path = _log_path(folder, payload.get("name") or "log")
     may_grow = _phase(folder)[0] in ("absent", *LIVE)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        read = _read(path, offset=offset, limit=limit)
     except FileNotFoundError:
         return {"text": "", "next_offset": 0, "size": 0}
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise Refused(f"{path.name!r} is no file")
-        size = os.fstat(fd).st_size
-        offset = min(offset, size)
-        file.seek(offset)
-        raw = file.read(limit)
+    if read is None:
+        raise asked.Refused(f"{path.name!r} is no file")
+    raw, size = read
+    offset = min(offset, size)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     is_last = offset + len(raw) >= size and not may_grow
     text = decoder.decode(raw, is_last)
@@ -365,7 +382,7 @@ def _log_path(folder: Path, name: Any) -> Path:
     asked.check_text("name", name)
     path = Path(os.path.realpath(folder / name))
     if (name != "log" and path.suffix != ".log") or folder not in path.parents:
-        raise Refused(f"{name!r} is no log of the job; allowed: 'log', or a name ending in '.log' in its folder")
+        raise asked.Refused(f"{name!r} is no log of the job; allowed: 'log', or a name ending in '.log' in its folder")
     return path
 
 
@@ -403,7 +420,7 @@ def _keep_slot(host: _Host, owner: str | None) -> None:
         return
     with _slots(host) as table:
         if not table.extend(owner, hold_s=60):
-            raise Refused(f"{owner!r} holds no slot of this host (any more); take one before the job is started")
+            raise asked.Refused(f"{owner!r} holds no slot of this host (any more); take one before the job is started")
 
 
 def slot_take(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
