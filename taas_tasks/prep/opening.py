@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
 import cloudpickle
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -158,12 +159,25 @@ def _from_payload(key: str, sha256: str, store: ObjectStore) -> Any:
             key=key,
         )
     try:
-        return cloudpickle.loads(data)
+        opened = cloudpickle.loads(data)
+        _show_classes_in_main()
+        return opened
     except Exception as error:  # noqa: BLE001 (unpickling runs user code)
         hint = (
             "the uploaded loader cannot be opened here (is a package missing, or of another version than where it was"
         )
         _raise(f"{hint} made? this is Python {sys.version.split()[0]})", error)
+
+
+def _show_classes_in_main() -> None:
+    """Let classes that came with a payload from a notebook be found in ``__main__``, where pickle looks for them.
+
+    Loader workers send elements of such classes (dataclasses, namedtuples) by reference.
+    """
+    main = sys.modules["__main__"]
+    for found in list(_DYNAMIC_CLASS_TRACKER_BY_ID.values()):
+        if found.__module__ == "__main__" and not hasattr(main, found.__qualname__):
+            setattr(main, found.__qualname__, found)
 
 
 def _raise(what: str, error: Exception) -> NoReturn:

@@ -95,8 +95,8 @@ class RecipeOrder:
                 self._begin(passed).finish()
                 self._starts[passed + 1] = self._draws.states()
             self._epochs[epoch] = self._begin(epoch)
-            _keep_latest(self._epochs, 2)
-            _keep_latest(self._starts, _KEPT_EPOCHS, always=0)
+            _keep_newest(self._epochs, 2)
+            _keep_newest(self._starts, _KEPT_EPOCHS, always=0)
         return self._epochs[epoch]
 
     def _begin(self, epoch: int) -> _Source:
@@ -105,10 +105,11 @@ class RecipeOrder:
         return _source_of(self._sampler, self._draws)
 
 
-def _keep_latest(found: dict[int, Any], count: int, *, always: int | None = None) -> None:
-    for key in sorted(found)[: -count or None]:
-        if key != always and len(found) > count:
-            del found[key]
+def _keep_newest(found: dict[int, Any], count: int, *, always: int | None = None) -> None:
+    """Drop what was put in first, down to ``count`` entries besides ``always``."""
+    old = [key for key in found if key != always]
+    for key in old[: max(0, len(old) - count)]:
+        del found[key]
 
 
 def _draw_seed(generator: Generator) -> int:

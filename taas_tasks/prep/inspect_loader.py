@@ -1,0 +1,307 @@
+"""Finding out about a loader before anything costly starts: its order, its elements' size and speed, what would break.
+
+A few elements are loaded and encoded; the same ones are loaded again by another process in another order (by a second
+reading, where a loader can only be read in sequence), and what differs is said.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from taas.errors import ElementError, LoaderError, TaasError
+from taas_tasks.layout import RunKeys
+from taas_tasks.prep.commit import Producer
+from taas_tasks.prep.elements import ElementDataset, Failure, Task, loader_of_tasks, owned, set_epoch
+from taas_tasks.prep.failures import raised_at, raised_while_waiting
+from taas_tasks.prep.order import Order, RecipeOrder, is_recipe
+from taas_tasks.prep.order_chunks import ChunkOrder, write_order
+from taas_tasks.prep.seeding import seed_start
+from taas_tasks.shards.writer import EncodedShard, encode_segment
+from taas_tasks.store.base import ObjectStore
+from taas_tasks.values import Inspection, Versions
+
+_SAMPLE_ELEMENTS = 16  # fewer than the lanes of a shard: an empty lane shows what a lane costs by itself
+_SAMPLE_S = 10.0
+_PROBE_TIMEOUT_S = 60.0
+_PACKAGES = ("numpy", "pyarrow", "cloudpickle")
+
+Open = Callable[[], DataLoader[Any]]
+
+
+@dataclass(frozen=True)
+class FoundOrder:
+    """How a loader's stream is ordered. ``order`` is None where it can only be read in sequence."""
+
+    kind: Literal["recipe", "chunks", "sequential"]
+    order: Order | None = None
+    epoch_length: int | None = None
+    epoch_lengths: list[int] = field(default_factory=list)
+    chunk_elements: int = 0
+    num_epochs: int = 0
+
+
+def inspect_loader(
+    open_it: Open,
+    *,
+    producer: Producer,
+    store: ObjectStore,
+    seed: int,
+    randomness: str,
+    units: int,
+    allow_pickle: bool,
+) -> Inspection:
+    """Return what is known of a loader; ``open_it`` gives a fresh one each time.
+
+    Writes the order of a sampler of the user's in chunks. Uses this process's global generators.
+
+    Raises:
+        LoaderError: The user's code raised, or the loader yields nothing.
+        ElementError: An element fits no column.
+    """
+    loader = open_it()
+    found = find_order(open_it, producer=producer, store=store, seed=seed, randomness=randomness, units=units)
+    claimed = _claimed_length(loader)
+    sample = _sample(open_it, found.order, producer, seed=seed, units=units, epoch_length=found.epoch_length)
+    shard = _encode(sample.elements, producer, allow_pickle)
+    warnings = _length_warnings(found, claimed, units) + _pickle_warnings(shard)
+    warnings += _sequence_warnings(loader, randomness) if found.kind == "sequential" else []
+    warnings += sample.compare(shard, producer, randomness)
+    return Inspection(
+        loader=producer.loader,
+        kind="iterable" if isinstance(loader.dataset, IterableDataset) else "map",
+        order=found.kind,
+        epoch_length=found.epoch_length,
+        epoch_lengths=found.epoch_lengths,
+        claimed_length=claimed,
+        num_loader_workers=loader.num_workers,
+        batch_size=loader.batch_size,
+        element_bytes=_element_bytes(shard),
+        element_seconds=sample.element_seconds,
+        sampled_elements=len(sample.elements),
+        order_chunk_elements=found.chunk_elements,
+        order_num_epochs=found.num_epochs,
+        warnings=warnings,
+        versions=versions(),
+    )
+
+
+def find_order(
+    open_it: Open, *, producer: Producer, store: ObjectStore, seed: int, randomness: str, units: int
+) -> FoundOrder:
+    """Return the order of a loader and the lengths of its epochs; loads nothing, writes the chunks there are to be.
+
+    Raises:
+        LoaderError: The sampler raised or yields nothing.
+    """
+    loader = open_it()
+    if must_be_read_in_sequence(loader, randomness):
+        return FoundOrder("sequential")
+    if not is_recipe(loader):
+        return _write_chunks(open_it, producer, store, seed, units)
+    recipe = RecipeOrder(loader, seed=seed)
+    if recipe.epoch_length == 0:
+        raise LoaderError(f"loader {producer.loader!r} yields nothing: its dataset or sampler is empty")
+    return FoundOrder("recipe", order=recipe, epoch_length=recipe.epoch_length)
+
+
+def must_be_read_in_sequence(loader: DataLoader[Any], randomness: str) -> bool:
+    """Return whether only iterating the loader itself gives its stream."""
+    return (
+        randomness == "exact"
+        or isinstance(loader.dataset, IterableDataset)
+        or type(loader).__iter__ is not DataLoader.__iter__
+    )
+
+
+def versions() -> Versions:
+    """Return the versions of this host that must agree between machines."""
+    packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return Versions(python=platform.python_version(), torch=torch.__version__, packages=packages)
+
+
+# --- order and length -----------------------------------------------------------------------------------------------
+
+
+def _write_chunks(open_it: Open, producer: Producer, store: ObjectStore, seed: int, units: int) -> FoundOrder:
+    keys = RunKeys(producer.run)
+    written = write_order(open_it(), name=producer.loader, seed=seed, units=units, store=store, keys=keys)
+    first, *others = written.lengths
+    is_even = all(length == first for length in others[:-1]) and (not others or others[-1] <= first)
+    return FoundOrder(
+        "chunks",
+        order=ChunkOrder(store, keys, name=producer.loader, chunk_elements=written.chunk_elements),
+        epoch_length=first if is_even else None,
+        epoch_lengths=[] if is_even else written.lengths,
+        chunk_elements=written.chunk_elements,
+        num_epochs=len(written.lengths),
+    )
+
+
+def _claimed_length(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader)
+    except Exception:  # noqa: BLE001 (many loaders have no length, and it does not matter)
+        return None
+
+
+def _length_warnings(found: FoundOrder, claimed: int | None, units: int) -> list[str]:
+    lengths = set(found.epoch_lengths[:-1] or [found.epoch_length or 0])
+    if found.kind == "sequential" or claimed is None or lengths == {claimed} or units in lengths:
+        return []
+    yields = ", ".join(str(length) for length in sorted(lengths)[:5])
+    return [f"len() claims {claimed} elements, an iteration yields {yields}; what it yields counts"]
+
+
+def _sequence_warnings(loader: DataLoader[Any], randomness: str) -> list[str]:
+    warnings = []
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        warnings.append(f"its class {type(loader).__name__} has an __iter__ of its own, so it is read in sequence")
+    if randomness == "exact":
+        warnings.append('randomness "exact" is read in sequence by one machine; a retry reads again from the start')
+    return warnings
+
+
+# --- elements -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sample:
+    """The first elements, and how to load them again in another way."""
+
+    elements: list[Any]
+    element_seconds: float
+    again: Callable[[], list[Any]]
+    may_fail_again: bool
+
+    def compare(self, shard: EncodedShard, producer: Producer, randomness: str) -> list[str]:
+        """Return a warning if the elements are others when they are loaded again."""
+        try:
+            other = _encode(self.again(), producer, allow_pickle=True)
+        except TaasError as error:
+            if not self.may_fail_again:
+                raise
+            return [f"loading the same elements in a second process failed ({error.message}); could not compare them"]
+        if other.content_digest == shard.content_digest:
+            return []
+        advice = (
+            'it draws from something that is not seeded per element; ask for randomness "exact", or seed that from the'
+            " index"
+            if randomness == "element"
+            else "it draws from something besides python's, numpy's and torch's global generators"
+        )
+        return [f"the same elements loaded twice differ: {advice}"]
+
+
+def _sample(
+    open_it: Open, order: Order | None, producer: Producer, *, seed: int, units: int, epoch_length: int | None
+) -> _Sample:
+    if order is None:
+        return _sample_in_sequence(open_it, producer, seed=seed, units=units)
+    count = min(_SAMPLE_ELEMENTS, units, epoch_length or units)
+    tasks = [Task(0, index, row) for index, row in enumerate(order.rows(0, 0, count))]
+    return _sample_by_index(open_it, tasks, producer, seed=seed)
+
+
+def _sample_by_index(open_it: Open, tasks: list[Task], producer: Producer, *, seed: int) -> _Sample:
+    loader = open_it()
+    elements: list[Any] = []
+    began = time.perf_counter()
+    dataset = ElementDataset(loader, seed=seed)
+    for task in tasks:
+        element = dataset[task]
+        if isinstance(element, Failure):
+            raise raised_at(element, producer)
+        elements.append(owned(element, always=True))
+        if time.perf_counter() - began > _SAMPLE_S:
+            break
+    seconds = (time.perf_counter() - began) / len(elements)
+    tasks = tasks[: len(elements)]
+
+    def again() -> list[Any]:
+        return _load_in_workers(open_it(), tasks, producer, seed=seed, timeout_s=_PROBE_TIMEOUT_S + 20 * seconds)
+
+    return _Sample(elements, seconds, again, may_fail_again=loader.num_workers == 0)
+
+
+def _load_in_workers(
+    loader: DataLoader[Any], tasks: list[Task], producer: Producer, *, seed: int, timeout_s: float
+) -> list[Any]:
+    """Return the tasks' elements, loaded by two loader workers in the opposite order."""
+    probe = loader_of_tasks(loader, tasks[::-1], seed=seed, num_workers=2)
+    # an element that cannot be pickled never arrives: torch's worker only prints the reason
+    probe.timeout = probe.timeout or timeout_s
+    found: list[Any] = []
+    try:
+        for element in probe:
+            if isinstance(element, Failure):
+                raise raised_at(element, producer)
+            found.append(owned(element, always=False))
+    except TaasError:
+        raise
+    except Exception as error:  # noqa: BLE001 (user code may raise anything)
+        raise raised_while_waiting(error, producer, epoch=0, index=len(tasks) - 1 - len(found)) from None
+    return found[::-1]
+
+
+def _sample_in_sequence(open_it: Open, producer: Producer, *, seed: int, units: int) -> _Sample:
+    count = min(_SAMPLE_ELEMENTS, units)
+    loader = open_it()
+    began = time.perf_counter()
+    elements = list(_first_elements(loader, producer, seed=seed, count=count, until=began + _SAMPLE_S))
+    if not elements:
+        raise LoaderError(f"loader {producer.loader!r} yields nothing: its first iteration has no element")
+    seconds = (time.perf_counter() - began) / len(elements) * max(1, loader.num_workers)
+
+    def again() -> list[Any]:
+        return list(_first_elements(open_it(), producer, seed=seed, count=len(elements), until=float("inf")))
+
+    return _Sample(elements, seconds, again, may_fail_again=False)
+
+
+def _first_elements(
+    loader: DataLoader[Any], producer: Producer, *, seed: int, count: int, until: float
+) -> Iterator[Any]:
+    seed_start(seed)
+    index = 0
+    try:
+        set_epoch(loader, 0)
+        for element in loader:
+            yield owned(element, always=True)
+            index += 1
+            if index == count or time.perf_counter() > until:
+                return
+    except TaasError:
+        raise
+    except Exception as error:  # noqa: BLE001 (user code may raise anything)
+        raise raised_while_waiting(error, producer, epoch=0, index=index) from None
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+def _encode(elements: list[Any], producer: Producer, allow_pickle: bool) -> EncodedShard:
+    try:
+        return encode_segment(enumerate(elements), allow_pickle=allow_pickle)
+    except ElementError as error:
+        raise ElementError(f"loader {producer.loader!r}: {error.message}", **error.fields) from None
+
+
+def _element_bytes(shard: EncodedShard) -> float:
+    """Return the bytes of an element without what a lane costs by itself, which an empty lane shows."""
+    empty = min((lane.length for lane in shard.lanes if lane.num_elements == 0), default=0)
+    used = [lane for lane in shard.lanes if lane.num_elements]
+    return max(1.0, sum(lane.length - empty for lane in used) / sum(lane.num_elements for lane in used))
+
+
+def _pickle_warnings(shard: EncodedShard) -> list[str]:
+    if not shard.pickled_paths:
+        return []
+    return [f"stored pickled, which is slow and runs code where it is read: {', '.join(shard.pickled_paths[:10])}"]

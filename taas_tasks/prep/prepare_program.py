@@ -1,0 +1,75 @@
+"""The program that prepares one machine's share: ``python -m taas_tasks.prep.prepare_program INPUT.json``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from taas_tasks.layout import RunKeys
+from taas_tasks.prep.commit import Producer
+from taas_tasks.prep.opening import open_loader
+from taas_tasks.prep.order import Order, RecipeOrder
+from taas_tasks.prep.order_chunks import ChunkOrder
+from taas_tasks.prep.produce import produce
+from taas_tasks.prep.program import ProgramInput, leave, run_program
+from taas_tasks.prep.sequential import produce_in_sequence
+from taas_tasks.project import materialise
+from taas_tasks.store.base import ObjectStore
+from taas_tasks.values import LoaderPlan, Plan
+
+
+class PrepareInput(ProgramInput):
+    """What to prepare: the key of the ``Plan``, the loader, and which of its machines this is."""
+
+    plan: str
+    loader: str
+    machine: int
+    allow_pickle: bool = False
+
+
+def run(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
+    """Prepare this machine's share; return what was committed. ``folder`` becomes the project's folder."""
+    plan = Plan.model_validate_json(store.get(given.plan))
+    loader_plan = plan.loaders[given.loader]
+    producer = Producer(given.run, given.loader, given.machine, given.host, given.generation)
+    materialise(store, given.project, given.snapshot, folder)
+    loader = open_loader(loader_plan, folder, store)
+    if loader_plan.inspection.order == "sequential":
+        return produce_in_sequence(
+            loader,
+            loader_plan,
+            producer=producer,
+            store=store,
+            seed=plan.seed,
+            allow_pickle=given.allow_pickle,
+            is_exact=plan.randomness == "exact",
+        ).to_dict()
+    return produce(
+        loader,
+        order_of(loader, loader_plan, store=store, run=given.run, seed=plan.seed),
+        loader_plan,
+        producer=producer,
+        store=store,
+        seed=plan.seed,
+        allow_pickle=given.allow_pickle,
+    ).to_dict()
+
+
+def order_of(loader: DataLoader[Any], plan: LoaderPlan, *, store: ObjectStore, run: str, seed: int) -> Order:
+    """Return the order of a random-access loader: its recipe, or what the inspection wrote."""
+    if plan.inspection.order == "recipe":
+        return RecipeOrder(loader, seed=seed)
+    chunk_elements = plan.inspection.order_chunk_elements
+    return ChunkOrder(store, RunKeys(run), name=plan.loader, chunk_elements=chunk_elements)
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; see ``taas_tasks.prep.program.run_program``."""
+    return run_program(argv, PrepareInput, run)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
