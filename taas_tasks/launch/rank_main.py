@@ -195,7 +195,7 @@ def _fail(rank: _Rank, error: BaseException, *, exit_code: int) -> None:
     failed_at = time.time()
     frames = _users_frames(error.__traceback__, rank)
     if not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, frames)
+        _show(error, frames)
     report = ErrorReport(
         rank=rank.rank,
         exit_code=exit_code,
@@ -210,6 +210,14 @@ def _fail(rank: _Rank, error: BaseException, *, exit_code: int) -> None:
         atexit._run_exitfuncs()
     _flush()
     os._exit(exit_code)
+
+
+def _show(error: BaseException, frames: TracebackType | None) -> None:
+    """Print the traceback; by ``traceback``, as the interpreter's own hook does not know a cell's lines."""
+    if sys.excepthook is sys.__excepthook__:
+        traceback.print_exception(type(error), error, frames)
+    else:
+        sys.excepthook(type(error), error, frames)
 
 
 def _users_frames(found: TracebackType | None, rank: _Rank) -> TracebackType | None:

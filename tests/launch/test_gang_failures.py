@@ -1,0 +1,172 @@
+"""Ranks and agents that fail: the gang is down within seconds everywhere, and the verdict names the first one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from taas.errors import RankFailed
+from taas_tasks.verdict import diagnose, launch_error
+from tests.launch.conftest import MakeGang
+
+# Ranks that work on something that is no collective: only the agents can tell the others.
+BUSY = """
+    import os, sys, time, ctypes, subprocess
+    rank = int(os.environ["RANK"])
+    print("ready", flush=True)
+    time.sleep(1.5)
+    how = {"all": ["os._exit", "os._exit(0)", "segfault", "sys.exit"][rank % 4]}.get(sys.argv[1], sys.argv[1])
+    if rank == int(sys.argv[2]) or sys.argv[1] == "all":
+        if how == "raise":
+            def deep():
+                raise ValueError("the loss is NaN")
+            deep()
+        if how == "os._exit":
+            os._exit(3)
+        if how == "segfault":
+            ctypes.string_at(0)
+        if how == "sys.exit":
+            sys.exit("bad flags")
+        if how == "os._exit(0)":
+            os._exit(0)
+    time.sleep(300)
+"""
+
+
+def test_exception_on_another_node_ends_the_gang_and_is_the_verdict(make_gang: MakeGang) -> None:
+    gang = make_gang(BUSY, nnodes=2, nproc=2, plan={"args": ["raise", "2"]})
+    gang.wait_for("the loss is NaN", node_rank=1)
+    raised_at = time.monotonic()
+    result = gang.wait(timeout_s=15)
+    assert time.monotonic() - raised_at < 15
+    assert gang.processes() == []
+    error = launch_error(result)
+    assert isinstance(error, RankFailed)
+    assert error.fields["rank"] == 2
+    assert error.fields["host"] == "host-1"
+    assert error.fields["error_class"] == "user error"
+    assert "ValueError: the loss is NaN" in error.message
+    tail = str(error.fields["traceback_tail"])
+    assert "in deep" in tail
+    assert "rank_main" not in tail
+    assert any("rank 0" in note and "stopped" in note for note in error.fields["notes"])
+    assert gang.outcome(1)["error"]["type"] == "RankFailed"
+    assert "node 1 on host-1 failed" in gang.outcome(0)["error"]["message"]
+
+
+def test_ranks_that_leave_without_an_exception_are_told_apart(make_gang: MakeGang) -> None:
+    gang = make_gang(BUSY, nproc=4, plan={"args": ["all", "-1"]})
+    nodes = gang.wait(timeout_s=40).nodes
+    by_rank = {rank.rank: rank for rank in nodes[0].ranks}
+    assert [(by_rank[rank].error_class, by_rank[rank].exit_code, by_rank[rank].signal) for rank in range(4)] == [
+        ("user error", 3, None),
+        ("user error", 0, None),
+        ("crashed", None, signal.SIGSEGV),
+        ("user error", 1, None),
+    ], gang.all_output()
+    assert "os._exit(3)" in str(by_rank[0].message)
+    assert "os._exit(0)" in str(by_rank[1].message)
+    assert "Segmentation fault" in str(by_rank[2].traceback_tail)
+    assert "sys.exit('bad flags')" in str(by_rank[3].message)
+    assert "[host-0 r3] bad flags" in gang.out()
+
+
+def test_killed_rank_is_the_verdict_not_its_peers_that_lost_the_connection(make_gang: MakeGang) -> None:
+    script = """
+        import os, time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        print(f"pid={os.getpid()} ready", flush=True)
+        while True:
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.01)
+    """
+    gang = make_gang(script, nproc=3)
+    for rank in range(3):
+        gang.wait_for(f"r{rank}] pid=")
+    os.kill(gang.rank_pids()[1], signal.SIGKILL)
+    killed_at = time.monotonic()
+    result = gang.wait(timeout_s=15)
+    assert time.monotonic() - killed_at < 15
+    verdict = diagnose(result.nodes)
+    assert verdict is not None
+    assert (verdict.rank, verdict.error_class) == (1, "killed by the kernel")
+    assert "SIGKILL" in verdict.message
+    peers = [rank for rank in result.nodes[0].ranks if rank.rank != 1]
+    assert all(rank.error_class in ("NCCL/timeout", "stopped") for rank in peers), peers
+    assert any(rank.error_class == "NCCL/timeout" for rank in peers), peers
+
+
+def test_lost_node_agent_takes_its_ranks_along_and_is_found_by_the_others(make_gang: MakeGang) -> None:
+    script = """
+        import os, time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        print(f"pid={os.getpid()} ready", flush=True)
+        while True:
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.01)
+    """
+    gang = make_gang(script, nnodes=2, nproc=1)
+    gang.wait_for("ready", node_rank=1)
+    gang.agents[1].kill()
+    result = gang.wait(timeout_s=15)
+    assert gang.processes() == []
+    verdict = diagnose(result.nodes)
+    assert verdict is not None
+    assert (verdict.error_class, verdict.node_rank, verdict.rank) == ("host lost", 1, None)
+
+
+def test_terminated_agent_leaves_no_process(make_gang: MakeGang) -> None:
+    script = """
+        import os, signal, subprocess, time, torch
+        from torch.utils.data import DataLoader
+        if __name__ == "__main__":
+            signal.signal(signal.SIGTERM, lambda *_: None)  # as Lightning's handler: does not end the process
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            batches = iter(DataLoader(list(range(1000)), num_workers=2))
+            next(batches)
+            print("ready", flush=True)
+            time.sleep(1000)
+    """
+    gang = make_gang(script, nproc=2)
+    gang.wait_for("r1] ready")
+    gang.wait_for("r0] ready")
+    assert len(gang.processes()) >= 2 * 4
+    gang.agents[0].terminate()
+    gang.wait(timeout_s=15)
+    assert gang.processes() == []
+    assert gang.outcome()["error"]["type"] == "RunCancelled"
+    assert "SIGTERM" in gang.outcome()["error"]["message"]
+
+
+def test_abort_object_stops_the_training(make_gang: MakeGang) -> None:
+    gang = make_gang(BUSY, nproc=1, plan={"args": ["sleep", "0"]})
+    gang.wait_for("ready")
+    gang.store.put_if_absent(f"runs/{gang.run}/abort", b"prepare failed for good")
+    gang.wait(timeout_s=20)
+    assert gang.outcome()["error"]["type"] == "RunCancelled"
+    assert "prepare failed for good" in gang.outcome()["error"]["message"]
+
+
+def test_restart_gives_the_same_ranks_and_trains_to_the_end(make_gang: MakeGang, tmp_path: Path) -> None:
+    script = """
+        import os, pathlib, torch, torch.distributed as dist
+        dist.init_process_group("nccl", init_method="env://")
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        rank = dist.get_rank()
+        mark = pathlib.Path(os.environ["MARKS"]) / f"started-{rank}"
+        first = not mark.exists()
+        mark.touch()
+        dist.barrier()
+        if first and rank == 1:
+            raise RuntimeError("only once")
+        dist.all_reduce(ones)
+        print(f"sum={int(ones)} rank={rank}")
+    """
+    gang = make_gang(script, nnodes=2, nproc=1, plan={"max_restarts": 1}, env={"MARKS": str(tmp_path)})
+    result = gang.wait(timeout_s=60)
+    assert result.ok, gang.all_output()
+    assert "[host-0 r0] sum=4 rank=0" in gang.out(0)
+    assert "[host-1 r1] sum=4 rank=1" in gang.out(1)
