@@ -48,7 +48,9 @@ def decide(
     late = [name for name in starts if name not in by_loader or missing[name] > 0]
     rates = units_per_second or {}
     told = late or list(starts)
-    sentences = [_sentence(loaders[name], by_loader.get(name), starts[name], rates.get(name)) for name in told]
+    sentences = [
+        _sentence(name, loaders[name].units, by_loader.get(name), starts[name], rates.get(name)) for name in told
+    ]
     return GateDecision(
         is_open=not late,
         reason="; ".join(sentences) if sentences else "nothing is prepared, training starts at once",
@@ -57,12 +59,12 @@ def decide(
     )
 
 
-def _sentence(loader: LoaderPlan, watermark: Watermark | None, starts_at: int, rate: float | None) -> str:
+def _sentence(name: str, units: int, watermark: Watermark | None, starts_at: int, rate: float | None) -> str:
     there = 0 if watermark is None else watermark.units
-    text = f"{loader.loader}: {_percent(there, loader.units)} there, "
+    text = f"{name}: {_percent(there, units)} there, "
     if there >= starts_at:
-        return f"{text}enough to start ({_percent(starts_at, loader.units)})"
-    text += f"starts at {_percent(starts_at, loader.units)}"
+        return f"{text}enough to start ({_percent(starts_at, units)})"
+    text += f"starts at {_percent(starts_at, units)}"
     return f"{text}, in about {_duration((starts_at - there) / rate)}" if rate else text
 
 

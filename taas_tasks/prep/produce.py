@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from taas_tasks.prep.work import Pace, Work
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import LoaderPlan
 
-_log = logging.getLogger(__name__)
 _END = object()
 
 
@@ -136,11 +134,8 @@ class _Share:
         self._run(self._work.own())
         while not self._progress.is_complete:
             self._abort.check()
-            segment = self._work.to_redo()
-            if segment is not None:
-                _log.info("redoing segment %d of epoch %d, whose machine lags", segment.n, segment.epoch)
-                self._run(iter([segment]))
-            elif not self._progress.is_complete:
+            self._run(iter(self._work.to_redo, None))
+            if not self._progress.is_complete:
                 self._clock.sleep(self._pace.poll_s)
         self._tally.skipped = self._work.num_skipped
         return self._tally

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from taas_tasks.prep.commit import Segment
 from taas_tasks.prep.progress import Progress, SegmentId
 from taas_tasks.values import LoaderPlan
 
+_log = logging.getLogger(__name__)
 _LAGGING_ROUNDS = 4
 _WINDOW = 64
 
@@ -96,6 +98,7 @@ class Work:
             offered_at = self._offered_at.setdefault(segment, self._clock())
             turns = 1 + int((self._clock() - offered_at) / self._patience_s)
             if self._is_helper(segment, turns):
+                _log.info("redoing segment %d of epoch %d, whose machine lags", segment[1], segment[0])
                 return self._take(segment)
         return None
 
