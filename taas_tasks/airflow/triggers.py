@@ -20,7 +20,7 @@ from taas_tasks.airflow.host_job import Wanted, owner_by_host, take_hosts
 from taas_tasks.airflow.job_watch import JobWatch, Look, next_step
 from taas_tasks.airflow.scope import Scope, num_stopped, read_offset, task_states, write_offset
 from taas_tasks.compute import jobs as on_host
-from taas_tasks.compute.inventory import open_transport
+from taas_tasks.compute.inventory import Inventory, open_transport
 from taas_tasks.store import open_store
 from taas_tasks.values import PlacedJob, Placement
 
@@ -77,7 +77,7 @@ class TaskTrigger(BaseTrigger):
         if not self.stopped_by:
             return None
         names = " or ".join(self.stopped_by)
-        count = await asyncio.to_thread(num_stopped, self.scope, self.stopped_by, states=self.stopped_by_states)
+        count = await asyncio.to_thread(self.num_stopped)
         return f"stopped, as {names} of this run failed or was stopped" if count else None
 
     async def on_kill(self) -> None:
@@ -90,11 +90,34 @@ class TaskTrigger(BaseTrigger):
     def _undo_if_over(self) -> None:
         # A triggerer that stalled and came back is told to cancel what another one follows by now: the task still
         # waits then, or already runs again.
-        if task_states(self.scope, [self.scope.task_id]).get(self.scope.state_name) in _OVER:
+        if self.my_state() in _OVER:
             self.undo()
 
     def undo(self) -> None:
         """Give up what the task has on hosts, as far as it is still this try's."""
+
+
+    # --- what is asked of Airflow: blocking, so from threads only ---
+
+    def inventory(self) -> Inventory:
+        """Return the hosts of this site."""
+        return read_inventory()
+
+    def num_stopped(self) -> int:
+        """Return how many instances of the tasks that can stop us are in a state that does."""
+        return num_stopped(self.scope, self.stopped_by, states=self.stopped_by_states)
+
+    def my_state(self) -> str | None:
+        """Return the state of the task that waits."""
+        return task_states(self.scope, [self.scope.task_id]).get(self.scope.state_name)
+
+    def read_offset(self) -> int:
+        """Return how far the log was shown before."""
+        return read_offset(self.scope)
+
+    def write_offset(self, offset: int) -> None:
+        """Keep how far the log was shown."""
+        write_offset(self.scope, offset)
 
 
 class HostsTrigger(TaskTrigger):
@@ -128,7 +151,7 @@ class HostsTrigger(TaskTrigger):
 
     def _wanted(self) -> Wanted:
         flavor = self.placement.flavor
-        return Wanted(flavor, self.num_hosts, read_inventory().of_flavor(flavor))
+        return Wanted(flavor, self.num_hosts, self.inventory().of_flavor(flavor))
 
     def _ask(self) -> str | None:
         """Return why the hosts are not ours yet, or None when they are."""
@@ -165,7 +188,7 @@ class HostJobTrigger(TaskTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Look at the jobs until they are over, or must be ended."""
         watch = await asyncio.to_thread(self._open)
-        watch.log_offset = max(self.log_offset, await asyncio.to_thread(read_offset, self.scope))
+        watch.log_offset = max(self.log_offset, await asyncio.to_thread(self.read_offset))
         since = time.monotonic()
         while True:
             look = await asyncio.to_thread(watch.look)
@@ -184,7 +207,7 @@ class HostJobTrigger(TaskTrigger):
             await asyncio.sleep(_LOOK_EVERY_S if soon else _LOOK_LATER_EVERY_S)
 
     def _open(self) -> JobWatch:
-        inventory = read_inventory()
+        inventory = self.inventory()
         transports = {job.host: open_transport(inventory.host(job.host)) for job in self.jobs}
         return JobWatch(transports=transports, jobs=self.jobs, owner=self.scope.owner)
 
@@ -194,7 +217,7 @@ class HostJobTrigger(TaskTrigger):
             self.log.info("%s", line)
         if (lines or last) and (last or time.monotonic() - self._kept_at > _KEEP_OFFSET_EVERY_S):
             self._kept_at = time.monotonic()
-            await asyncio.to_thread(write_offset, self.scope, watch.shown_offset)
+            await asyncio.to_thread(self.write_offset, watch.shown_offset)
 
     async def _event(self, watch: JobWatch, status: str) -> TriggerEvent:
         if status == "timeout":

@@ -1,0 +1,209 @@
+"""Triggers: what is stored of them, and what they do with real jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+import time
+
+import pytest
+
+from taas_tasks.airflow import triggers
+from taas_tasks.airflow.scope import Scope
+from taas_tasks.airflow.triggers import GateTrigger, HostJobTrigger, HostsTrigger
+from taas_tasks.store.memory import MemoryStore
+from tests.airflow.hosts import GOOD, host_job, inventory, pids, shell, stop_everything
+
+BASE = {
+    "dag_id": "taas_train",
+    "run_id": "manual__2026-01-01T00:00:00+00:00; $(x)",
+    "task_id": "train",
+    "map_index": -1,
+    "owner": "0197-uuid",
+    "stopped_by": ["prepare"],
+    "stopped_by_states": ["failed"],
+}
+PLACEMENT = {"task_id": "train", "generation": 3, "flavor": "g2.8", "asked_at": 1.5}
+CASES = [
+    (HostJobTrigger, {**BASE, "jobs": [{"host": "g2-0", "job_id": "a"}], "deadline": 5.0, "log_offset": 7}),
+    (HostsTrigger, {**BASE, "num_hosts": 2, "placement": PLACEMENT}),
+    (GateTrigger, {**BASE, "deadline": 9.0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "kwargs"), CASES)
+def test_kwargs_survive_storage(kind, kwargs):
+    from airflow.serialization.serialized_objects import BaseSerialization
+
+    path, stored = kind(**kwargs).serialize()
+    assert path == f"taas_tasks.airflow.triggers.{kind.__name__}"
+    again = BaseSerialization.deserialize(json.loads(json.dumps(BaseSerialization.serialize(stored))))
+    assert kind(**again).serialize() == (path, stored)
+
+
+@pytest.mark.parametrize(("kind", "kwargs"), CASES)
+def test_kwargs_hold_ids_only(kind, kwargs):
+    text = json.dumps(kind(**kwargs).serialize()[1])
+    for word in ("secret", "password", "access_key", "env", "argv"):
+        assert word not in text
+
+
+class Airflow:
+    """What triggers ask Airflow for, answered by a test: the seam is their methods of the same names."""
+
+    def __init__(self, hosts, *, state: str = "deferred") -> None:
+        self.hosts = hosts
+        self.state = state
+        self.num_stopped = 0
+        self.offset = 0
+
+    def trigger(self, kind, **kwargs):
+        airflow = self
+
+        class Told(kind):
+            def inventory(self):
+                return airflow.hosts
+
+            def num_stopped(self):
+                return airflow.num_stopped
+
+            def my_state(self):
+                return airflow.state
+
+            def read_offset(self):
+                return airflow.offset
+
+            def write_offset(self, offset):
+                airflow.offset = offset
+
+        return Told(**kwargs)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    found = inventory(tmp_path)
+    yield found
+    stop_everything(found)
+
+
+def scope_kwargs(**changes):
+    return dataclasses.asdict(dataclasses.replace(Scope("taas_train", "run-1", "prepare", 0, "try-1"), **changes))
+
+
+def started(hosts, *scripts, num_hosts=1, flavor="c1.4"):
+    job = host_job(hosts, MemoryStore(), num_hosts=num_hosts, flavor=flavor)
+    placement = job.place(job.find()[1])
+    job.start(placement, shell(*scripts))
+    return job, placement
+
+
+async def first_event(trigger, *, wait_s=30):
+    async def get():
+        async for event in trigger.run():
+            return event.payload
+        raise AssertionError("no event")
+
+    return await asyncio.wait_for(get(), wait_s)
+
+
+def follow(airflow, placement, **kwargs):
+    jobs = [job.model_dump() for job in placement.jobs]
+    return airflow.trigger(HostJobTrigger, **scope_kwargs(), jobs=jobs, **{"deadline": time.time() + 60, **kwargs})
+
+
+def shown(capsys) -> list[str]:
+    return re.findall(r"\[info +\] (\w+) ", capsys.readouterr().out)
+
+
+def test_event_when_the_job_is_over_and_its_log_was_shown(hosts, capsys):
+    airflow = Airflow(hosts)
+    _, placement = started(hosts, f"echo one; sleep 1; echo two; printf three; {GOOD}")
+    event = asyncio.run(first_event(follow(airflow, placement)))
+    assert event["status"] == "ended"
+    assert shown(capsys) == ["one", "two", "three"]
+    assert airflow.offset == len(b"one\ntwo\nthree")
+
+
+def test_restarted_triggerer_does_not_show_the_log_again(hosts, capsys):
+    airflow = Airflow(hosts)
+    _, placement = started(hosts, f"echo one; echo two; {GOOD}")
+    airflow.offset = len(b"one\n")
+    asyncio.run(first_event(follow(airflow, placement)))
+    assert shown(capsys) == ["two"]
+
+
+def test_failure_of_another_task_ends_the_jobs(hosts):
+    airflow = Airflow(hosts)
+    airflow.num_stopped = 1
+    _, placement = started(hosts, "sleep 60")
+    trigger = follow(airflow, placement, stopped_by=["train"], stopped_by_states=["failed"])
+    event = asyncio.run(first_event(trigger))
+    assert event["status"] == "stopped" and "train" in event["reason"]
+    assert pids(hosts, placement.jobs[0]) == []
+
+
+def test_deadline_ends_the_jobs(hosts):
+    _, placement = started(hosts, "sleep 60")
+    event = asyncio.run(first_event(follow(Airflow(hosts), placement, deadline=time.time() - 1)))
+    assert event["status"] == "timeout"
+    assert pids(hosts, placement.jobs[0]) == []
+
+
+def test_peer_of_a_failed_job_is_ended(hosts):
+    _, placement = started(hosts, "exit 3", "sleep 60", num_hosts=2, flavor="g2.8")
+    began = time.monotonic()
+    event = asyncio.run(first_event(follow(Airflow(hosts), placement)))
+    assert event["status"] == "ended" and time.monotonic() - began < 15
+    assert pids(hosts, placement.jobs[1]) == []
+
+
+async def kill(trigger):
+    await trigger.on_kill()
+    await asyncio.gather(*triggers._kills)
+
+
+@pytest.mark.parametrize("state", ["failed", "success", "skipped"])
+def test_on_kill_ends_the_jobs_of_a_task_that_a_user_ended(hosts, state):
+    _, placement = started(hosts, "sleep 60")
+    asyncio.run(kill(follow(Airflow(hosts, state=state), placement)))
+    give_up = time.monotonic() + 15
+    while pids(hosts, placement.jobs[0]) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert pids(hosts, placement.jobs[0]) == []
+
+
+@pytest.mark.parametrize("state", ["deferred", "running", "scheduled", None])
+def test_on_kill_of_a_stalled_triggerer_ends_nothing(hosts, state):
+    _, placement = started(hosts, "sleep 60")
+    asyncio.run(kill(follow(Airflow(hosts, state=state), placement)))
+    time.sleep(0.5)
+    assert pids(hosts, placement.jobs[0])
+
+
+def test_on_kill_leaves_a_job_that_the_next_try_owns(hosts):
+    job, placement = started(hosts, "sleep 60")
+    dataclasses.replace(job, scope=dataclasses.replace(job.scope, owner="try-2")).watch(placement).adopt()
+    asyncio.run(kill(follow(Airflow(hosts, state="failed"), placement)))
+    time.sleep(0.5)
+    assert pids(hosts, placement.jobs[0])
+
+
+def test_hosts_are_held_as_soon_as_they_are_free(hosts):
+    holder, held = started(hosts, "sleep 60", num_hosts=2)
+    waiting = host_job(hosts, MemoryStore(), scope=Scope("taas_train", "run-2", "prepare", 0, "try-1"))
+    placement = waiting.find()[1]
+    trigger = Airflow(hosts).trigger(
+        HostsTrigger, **dataclasses.asdict(waiting.scope), num_hosts=1, placement=placement.model_dump(mode="json")
+    )
+
+    async def scenario():
+        event = asyncio.create_task(first_event(trigger))
+        await asyncio.sleep(1.5)
+        assert not event.done()
+        await asyncio.to_thread(holder.clear_away, held)
+        return await event
+
+    assert asyncio.run(scenario())["status"] == "held"
+    assert waiting.place(placement).jobs[0].host in {host.name for host in hosts.of_flavor("c1.4")}
