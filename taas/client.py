@@ -26,6 +26,7 @@ _RUNS = f"/api/v2/dags/{DAG_ID}/dagRuns"
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 _TRANSIENT = (429, 502, 503, 504)
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 _BATCH = 500
 
 
@@ -262,7 +263,7 @@ class Client:
             try:
                 reply = self._http.request(method, path, headers=headers, **kwargs)
             except httpx.TransportError as error:
-                if pause_s is None or not (is_repeatable or isinstance(error, httpx.ConnectError)):
+                if pause_s is None or not (is_repeatable or isinstance(error, _NOT_SENT)):
                     raise self._unreachable(error) from error
             except httpx.InvalidURL as error:
                 raise ClientError(f"'{self.config.url}' is no address of an Airflow: {error}") from error

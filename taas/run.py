@@ -245,7 +245,7 @@ def _checked_run_id(run_id: str) -> str:
 
 def _payloads(conf: Mapping[str, Any]) -> dict[str, tuple[bytes, int | None]]:
     """Return the pickles of the registered loaders that go with a request, with their own units."""
-    if conf.get("loaders") is not None:
+    if not isinstance(conf, Mapping) or conf.get("loaders") is not None:
         return {}
     return {name: (pickled(item.loader, name=name), item.units) for name, item in registered().items()}
 

@@ -116,7 +116,7 @@ def test_a_new_object_under_a_registered_name_is_refused_until_the_old_one_is_ou
 @pytest.mark.parametrize("units", [0, -1, True, 1.0, "5"])
 def test_units_that_are_no_positive_integer_are_refused(units: Any) -> None:
     data_loader = DataLoader(Numbers())
-    with pytest.raises(RegisterError, match="units of data_loader: got .*; allowed: an integer of at least 1"):
+    with pytest.raises(RegisterError, match=r"units of data_loader: got .*; allowed: an integer of at least 1"):
         taas.register(data_loader, units=units)
     assert registered() == {}
 

@@ -1,0 +1,49 @@
+from typing import Any
+
+from taas.report_text import report_text
+
+REPORT: dict[str, Any] = {
+    "run_id": "a",
+    "state": "failed",
+    "verdict": "rank 3 on host-1: CUDA OOM",
+    "loaders": {
+        "train": {
+            "asked": 100,
+            "extracted": 100,
+            "consumed": 96,
+            "padded": 0,
+            "unread": 4,
+            "explained": True,
+            "notes": ["broke off"],
+        },
+        "val": {"asked": 5, "explained": False},
+    },
+    "phases": [
+        {"name": "prepare", "seconds": 12.34, "cost_units": 98.7, "flavor": "c1.4"},
+        {"name": "gate", "seconds": 1.0, "cost_units": 0.0, "flavor": None},
+    ],
+    "cost": {"total": 1234567.8},
+    "artifacts": [{"path": "out/m.pt", "bytes": 3, "sha256": "ab" * 32}],
+    "artifact_record": 7,
+    "warnings": ["slow disk"],
+}
+
+
+def test_a_report_tells_everything_in_lines() -> None:
+    assert report_text(REPORT).splitlines() == [
+        "run a: failed",
+        "verdict: rank 3 on host-1: CUDA OOM",
+        "loader train: asked 100, extracted 100, consumed 96, unread 4",
+        "  broke off",
+        "loader val: asked 5 - UNEXPLAINED",
+        "  prepare       12.3 s             99 units on c1.4",
+        "  gate           1.0 s              0 units",
+        "cost in units of price: total 1,234,568",
+        "artifacts: 1 file(s), record 7 of the project",
+        "  out/m.pt  3 bytes  sha256 abababababab",
+        "warning: slow disk",
+    ]
+
+
+def test_a_report_of_a_run_that_did_nothing_is_short() -> None:
+    assert report_text({"run_id": "a", "state": "failed"}) == "run a: failed\nartifacts: none"
