@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 Files = dict[str, FileEntry]
 Content = bytes | Path | FileEntry  # a FileEntry: its content is a blob already
 
-_NUM_TRIES = 100
-
 
 class HistoryRecord(Value):
     """One entry of a project's history. ``token`` tells a writer whose reply was lost that the record is his."""
@@ -155,16 +153,17 @@ def append(
     author: str,
     run: str | None = None,
     generation: int | None = None,
+    num_tries: int = 100,
 ) -> HistoryRecord:
     """Add the record that ``draft(head)`` gives behind the head; drafted anew when someone else was first.
 
     A ``HistoryRecord`` from ``draft`` is returned as it is: nothing is to be written.
 
     Raises:
-        StoreUnavailable: others were first 100 times.
+        StoreUnavailable: others were first ``num_tries`` times.
     """
     keys, token = ProjectKeys(project), secrets.token_hex(8)
-    for attempt in range(_NUM_TRIES):
+    for attempt in range(num_tries):
         newest = head_record(store, project)
         made = draft(newest)
         if isinstance(made, HistoryRecord):
@@ -183,7 +182,7 @@ def append(
         if store.put_if_absent(keys.record(record.number), record.to_bytes()) or _is_mine(store, project, record):
             return record
         time.sleep(random.uniform(0, min(1.0, 0.01 * 2**attempt)))
-    raise StoreUnavailable(f"project {project!r} was changed by others {_NUM_TRIES} times in a row", project=project)
+    raise StoreUnavailable(f"project {project!r} was changed by others {num_tries} times in a row", project=project)
 
 
 def _is_mine(store: ObjectStore, project: str, record: HistoryRecord) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taas.errors import ObjectCorrupt, ProjectConflict, ProjectError
+from taas.errors import ObjectCorrupt, ProjectConflict, ProjectError, StoreUnavailable
 from taas_tasks import project
 from taas_tasks.blobs import FileEntry, describe_bytes
 from taas_tasks.layout import ProjectKeys
@@ -177,6 +177,25 @@ def test_a_lost_reply_makes_one_record() -> None:
     store = LosesReplies()
     assert project.commit(store, "p", {"a": b"1"}, author="me").number == 1
     assert [record.number for record in project.history(store, "p")] == [1]
+
+
+def test_appending_gives_up_when_others_are_always_first() -> None:
+    class AlwaysLate(MemoryStore):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            number = int(key[-15:-5])
+            other = project.HistoryRecord(
+                number=number, parent=number - 1, snapshot=project.EMPTY_SNAPSHOT, author="they", created_at=0.0
+            )
+            super().put_if_absent(key, other.to_bytes())
+            return super().put_if_absent(key, data)
+
+    def draft(_: project.HistoryRecord) -> project.Draft:
+        return project.Draft(snapshot=project.EMPTY_SNAPSHOT)
+
+    store = AlwaysLate()
+    with pytest.raises(StoreUnavailable, match="changed by others 3 times"):
+        project.append(store, "p", draft, author="me", num_tries=3)
+    assert {record.author for record in project.history(store, "p")} == {"they"}
 
 
 @pytest.mark.parametrize(
