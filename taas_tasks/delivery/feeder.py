@@ -1,0 +1,358 @@
+"""The feeder: one process per host that brings shards to it and hands them to its ranks.
+
+    python -m taas_tasks.delivery.feeder INPUT.json
+
+It follows the ledger, fetches this host's part of each segment into cache files and gives ranks, which connect over a
+Unix socket, the open files. What to fetch, keep and drop is decided by ``desk``. It ends on SIGTERM, or when the
+process that started it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from taas.errors import DeliveryError, StoreUnavailable, TaasError
+from taas_tasks.delivery import wire
+from taas_tasks.delivery.cache import fetch_part
+from taas_tasks.delivery.desk import Desk, Drop, Fetch, HandOut, Tell
+from taas_tasks.delivery.parts import PartKey, Ranks, Segment, describe_part
+from taas_tasks.ledger_reader import LedgerReader
+from taas_tasks.store import open_store
+from taas_tasks.store.base import ObjectStore
+from taas_tasks.values import LaunchPlan, StoreConfig, Value
+
+_log = logging.getLogger(__name__)
+_MAX_FETCHES = 4
+_TICK_S = 0.5
+_FIRST_POLL_S, _LAST_POLL_S = 0.05, 1.0
+
+
+class FeederInput(Value):
+    """The input file of the program."""
+
+    store: StoreConfig
+    launch_plan: LaunchPlan
+    node_rank: int
+    socket: str
+    cache_dir: str
+    stats_path: str
+    host: str = ""
+
+
+class _Follower(threading.Thread):
+    """Polls the ledgers of all loaders and reports new segments, or why there can be no more."""
+
+    def __init__(self, store: ObjectStore, plan: LaunchPlan, report: Callable[[Segment | tuple[str, TaasError]], None]):
+        super().__init__(name="ledger-follower", daemon=True)
+        self._readers = {name: LedgerReader(store, plan.run, loader) for name, loader in plan.loaders.items()}
+        self._report = report
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Poll, quickly while there is something new, at most once a second otherwise."""
+        pause = _FIRST_POLL_S
+        while self._readers and not self._stopped.wait(pause):
+            found = sum(self._poll(name, reader) for name, reader in list(self._readers.items()))
+            pause = _FIRST_POLL_S if found else min(_LAST_POLL_S, pause * 1.5)
+
+    def stop(self) -> None:
+        """Make the thread end soon."""
+        self._stopped.set()
+
+    def _poll(self, name: str, reader: LedgerReader) -> int:
+        try:
+            records = reader.poll()
+        except StoreUnavailable as error:
+            _log.warning("the ledger of loader '%s' cannot be read now: %s", name, error)
+            return 0
+        except TaasError as error:
+            del self._readers[name]
+            self._report((name, error))
+            return 0
+        for record in records:
+            self._report(Segment.of(record))
+        if reader.frontier.complete:
+            del self._readers[name]
+        return len(records)
+
+
+class _Stats:
+    """What this host's feeder has brought, in a file that is replaced as a whole."""
+
+    def __init__(self, path: Path, loaders: list[str]) -> None:
+        self._path = path
+        self._elements = dict.fromkeys(loaders, 0)
+        self._bytes = dict.fromkeys(loaders, 0)
+        self._seen: dict[tuple[str, int, int], int] = {}
+        self._dirty = True
+
+    def count(self, segment: Segment, lanes: int, num_bytes: int) -> None:
+        """Count a part that was brought; elements that were there before are not counted again."""
+        place = (segment.loader, segment.epoch, segment.n)
+        new = lanes & ~self._seen.get(place, 0)
+        self._seen[place] = self._seen.get(place, 0) | lanes
+        self._elements[segment.loader] += segment.num_elements(new)
+        self._bytes[segment.loader] += num_bytes
+        self._dirty = True
+
+    def write(self) -> None:
+        """Write the file, if something has changed."""
+        if not self._dirty:
+            return
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"delivered": self._elements, "delivered_bytes": self._bytes}))
+        temporary.replace(self._path)
+        self._dirty = False
+
+
+class Feeder:
+    """Serves the ranks of one host until ``stop`` is called.
+
+    Args:
+        store: where the shards and the ledger are.
+        plan: of the training.
+        node_rank: this host's place in it.
+        socket_path: where ranks connect.
+        cache_dir: where the cache files are made.
+        stats_path: where the counts are written.
+        host: for messages.
+        is_orphan: asked twice a second; true ends the feeder.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        plan: LaunchPlan,
+        *,
+        node_rank: int,
+        socket_path: str,
+        cache_dir: Path,
+        stats_path: Path,
+        host: str,
+        is_orphan: Callable[[], bool] = lambda: False,
+    ) -> None:
+        ranks = Ranks(node_rank * plan.nproc_per_node, plan.nproc_per_node, plan.world_size)
+        names = list(plan.loaders)
+        self._desk = Desk(ranks, names, cache_bytes=plan.cache_bytes, host=host, max_fetches=_MAX_FETCHES)
+        self._store, self._cache_dir, self._host, self._is_orphan = store, cache_dir, host, is_orphan
+        self._loaders = frozenset(names)
+        self._socket_path = wire.check_path(socket_path)
+        self._stats = _Stats(stats_path, names)
+        self._files: dict[PartKey, int] = {}
+        self._connections: dict[int, socket.socket] = {}
+        self._next_connection = 0
+        self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._follower = _Follower(store, plan, lambda found: self._post(lambda: self._learn(found)))
+        self._fetchers = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="fetch")
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of the cache files that the feeder holds open or fetches."""
+        return self._desk.cached_bytes
+
+    def stop(self) -> None:
+        """Make ``serve`` end; safe from a signal handler and from other threads."""
+        self._stopping = True
+        self._wake()
+
+    def serve(self) -> None:
+        """Serve until ``stop`` is called or the feeder is an orphan, then leave nothing behind."""
+        self._cache_dir.mkdir(parents=True, exist_ok=True)
+        listener = self._listen()
+        try:
+            self._follower.start()
+            while not self._stopping and not self._is_orphan():
+                self._step(listener)
+                self._stats.write()
+        finally:
+            self._close(listener)
+
+    def _listen(self) -> socket.socket:
+        Path(self._socket_path).unlink(missing_ok=True)  # left by a feeder that was killed
+        listener = wire.new_socket()
+        listener.bind(self._socket_path)
+        listener.listen(1024)
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        return listener
+
+    def _close(self, listener: socket.socket) -> None:
+        self._follower.stop()
+        Path(self._socket_path).unlink(missing_ok=True)
+        for connection in [listener, *self._connections.values()]:
+            connection.close()
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
+        self._follower.join(timeout=30)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._news.get_nowait()()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+        self._stats.write()
+        self._selector.close()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    # --- what comes in ----------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it wakes anyway; closed: it has ended
+            self._wake_out.send(b"x")
+
+    def _post(self, news: Callable[[], None]) -> None:
+        self._news.put(news)
+        self._wake()
+
+    def _step(self, listener: socket.socket) -> None:
+        for key, _ in self._selector.select(_TICK_S):
+            if key.fileobj is listener:
+                self._accept(listener)
+            elif key.fileobj is self._wake_in:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_in.recv(4096)
+            else:
+                self._hear(key.data)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._news.get_nowait()()
+        self._act()
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        self._next_connection += 1
+        self._connections[self._next_connection] = connection
+        self._selector.register(connection, selectors.EVENT_READ, self._next_connection)
+
+    def _hear(self, number: int) -> None:
+        message, _ = wire.receive(self._connections[number])
+        if message is None:
+            self._forget(number)
+            return
+        try:
+            self._handle(number, message)
+        except TaasError as error:
+            self._tell(number, {"error": error.to_dict()})
+
+    def _handle(self, number: int, message: dict[str, Any]) -> None:
+        operation = message.pop("op")
+        if operation in ("open", "look") and message["loader"] not in self._loaders:
+            listed = ", ".join(sorted(self._loaders)) or "none"
+            raise DeliveryError(f"this host's feeder delivers no loader '{message['loader']}'; it delivers: {listed}")
+        handlers: dict[str, Callable[..., None]] = {
+            "open": self._desk.open,
+            "look": self._desk.look,
+            "ask": self._desk.ask,
+            "wait": self._desk.wait,
+            "reach": self._desk.ask_reach,
+            "release": self._desk.release,
+            "close": self._desk.close,
+        }
+        handlers[operation](number, **message)
+
+    def _forget(self, number: int) -> None:
+        self._desk.close(number)
+        connection = self._connections.pop(number)
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _learn(self, found: Segment | tuple[str, TaasError]) -> None:
+        if isinstance(found, Segment):
+            self._desk.add_segment(found)
+        else:
+            self._desk.fail_loader(*found)
+
+    # --- what goes out ----------------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        for action in self._desk.decide():
+            if isinstance(action, Fetch):
+                self._fetchers.submit(self._fetch, action)
+            elif isinstance(action, Drop):
+                os.close(self._files.pop(action.key))
+            elif isinstance(action, Tell):
+                self._tell(action.connection, action.message)
+            else:
+                self._hand_out(action)
+
+    def _fetch(self, action: Fetch) -> None:
+        """Runs in a thread of its own; what it found is told to the serving thread."""
+        try:
+            file = fetch_part(
+                self._store,
+                action.segment,
+                action.key.lanes,
+                action.layout,
+                cache_dir=self._cache_dir,
+                host=self._host,
+            )
+        except Exception as error:  # noqa: BLE001 (whatever it is, the ranks must hear of it)
+            known = error if isinstance(error, TaasError) else DeliveryError(f"fetching {action.key} failed: {error!r}")
+            self._post(lambda: self._desk.fetch_failed(action.key, known))
+        else:
+            self._post(lambda: self._fetched(action, file))
+
+    def _fetched(self, action: Fetch, file: int) -> None:
+        self._files[action.key] = file
+        self._desk.fetched(action.key)
+        self._stats.count(action.segment, action.key.lanes, action.layout.num_bytes)
+
+    def _hand_out(self, action: HandOut) -> None:
+        part = describe_part(action.segment, action.key.lanes, action.layout)
+        self._tell(action.connection, {"part": part}, self._files[action.key])
+
+    def _tell(self, number: int, message: dict[str, Any], *files: int) -> None:
+        connection = self._connections.get(number)
+        if connection is not None:
+            with contextlib.suppress(OSError):  # the rank is gone: its end of the connection says so next
+                wire.send(connection, message, files)
+
+
+def main(argv: list[str]) -> int:
+    """Run the program; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s feeder %(levelname)s %(message)s")
+    given = FeederInput.model_validate_json(Path(argv[0]).read_bytes())
+    parent = os.getppid()
+    feeder = Feeder(
+        open_store(given.store),
+        given.launch_plan,
+        node_rank=given.node_rank,
+        socket_path=given.socket,
+        cache_dir=Path(given.cache_dir),
+        stats_path=Path(given.stats_path),
+        host=given.host or f"{socket.gethostname()} (node {given.node_rank})",
+        is_orphan=lambda: os.getppid() != parent,
+    )
+
+    def leave(_: int, __: FrameType | None) -> None:
+        feeder.stop()
+
+    signal.signal(signal.SIGTERM, leave)
+    started = time.monotonic()
+    feeder.serve()
+    _log.info("the feeder ends after %.1f s", time.monotonic() - started)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

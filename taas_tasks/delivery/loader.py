@@ -1,0 +1,381 @@
+"""The drop-in: a DataLoader whose elements come prepared. One pass is one prepared epoch."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from taas.errors import DeliveryError
+from taas_tasks.delivery.client import Connection, Ending, PassReader, PassShape, ask_ending, ask_num_epochs
+from taas_tasks.delivery.counters import PassCounters, next_number
+from taas_tasks.delivery.steps import Remainder, epochs_with_steps, num_steps
+from taas_tasks.plan import epochs_of_plan
+from taas_tasks.values import LoaderPlan
+
+_log = logging.getLogger("taas")
+_STATE_VERSION = 1
+
+
+def process_group_size() -> int | None:
+    """Return the size of the default process group, or None when there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Where a rank stands and what it needs to be delivered to."""
+
+    rank: int
+    world_size: int
+    feeder_socket: str
+    counters_dir: Path
+    remainder: Remainder = "pad"
+    allow_pickle: bool = False
+    group_size: Callable[[], int | None] = process_group_size
+    connect_s: float = 30.0
+
+
+class DeliveredDataset(IterableDataset[Any]):
+    """Stands in for the user's dataset: says how many elements there are, and where to get them."""
+
+    def __init__(self, name: str, num_elements: Callable[[], int]) -> None:
+        self._name = name
+        self._num_elements = num_elements
+
+    def __len__(self) -> int:
+        """Return the elements of the next pass, over all ranks."""
+        return self._num_elements()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise DeliveryError(
+            f"the dataset of loader '{self._name}' was read where it was prepared and is not here; iterate the loader"
+        )
+
+
+class _WholePass(Sampler[Any]):
+    """The sampler that users see: order and epochs were settled when the data was prepared."""
+
+    def __init__(self, length: Callable[[], int]) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._length()))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: a pass counts its epoch itself."""
+
+
+class DeliveredLoader(DataLoader[Any]):
+    """Yields this rank's prepared elements: at step t of a pass, element ``offset + t * world_size + rank``.
+
+    Every rank makes the same number of steps in every pass. A pass is one prepared epoch and ends with its last yield;
+    when all have been read, they are replayed in order, which is logged and counted. A pass that was left before its
+    end is begun anew by the next ``iter``. Elements are views of this process's own mapping: writing in place is safe.
+
+    Does not: shuffle, collate or start workers; it needs no sampler and is not split again by Lightning or accelerate.
+    """
+
+    _is_accelerate_prepared = True  # accelerate leaves such a loader as it is
+
+    def __init__(self, plan: LoaderPlan, delivery: Delivery) -> None:
+        self._taas_plan = plan
+        self._taas_delivery = delivery
+        self._taas_epochs = epochs_of_plan(plan)
+        self._taas_num_epochs = epochs_with_steps(
+            self._taas_epochs, world_size=delivery.world_size, remainder=delivery.remainder
+        )
+        self._taas_known: dict[int, Ending] = {}
+        self._taas_pass = 0  # passes that were taken to their end
+        self._taas_offset = 0  # where the next pass begins
+        self._taas_left_at: int | None = None  # where the loop stood when it left a pass
+        self._taas_open: weakref.ref[_Pass] | None = None
+        pin = bool(getattr(plan.inspection, "pin_memory", False)) and torch.cuda.is_available()
+        super().__init__(
+            DeliveredDataset(plan.loader, self._taas_num_elements),
+            batch_size=plan.inspection.batch_size,
+            num_workers=0,
+            pin_memory=pin,
+        )
+        object.__setattr__(self, "sampler", _WholePass(self.__len__))  # DataLoader forbids changing it from outside
+
+    @property
+    def name(self) -> str:
+        """The loader's name."""
+        return self._taas_plan.loader
+
+    def __len__(self) -> int:
+        """Return the steps of the pass under way, or else of the next one; waits while that cannot be known yet."""
+        open_pass = self._taas_open() if self._taas_open else None
+        if open_pass is not None and not open_pass.exhausted:
+            return open_pass.length()
+        return self._taas_length(self._taas_shape())
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Begin a pass; one that is under way is left.
+
+        Raises:
+            DeliveryError: there are several ranks and no process group, or one of another size.
+        """
+        self._taas_check_group()
+        before = self._taas_open() if self._taas_open else None
+        if before is not None:
+            before.leave()
+        started = _Pass(self)
+        self._taas_open = weakref.ref(started)
+        return started
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: a pass counts its epoch itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the training loop stands, in elements over all ranks: it fits any world size."""
+        open_pass = self._taas_open() if self._taas_open else None
+        position = open_pass.position() if open_pass is not None else None
+        if position is None:
+            position = self._taas_offset if self._taas_left_at is None else self._taas_left_at
+        return {"version": _STATE_VERSION, "loader": self.name, "pass": self._taas_pass, "position": position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next pass begin where ``state`` was taken.
+
+        Raises:
+            DeliveryError: it is of another loader or version.
+        """
+        if state.get("version") != _STATE_VERSION or state.get("loader") != self.name:
+            raise DeliveryError(
+                f"loader '{self.name}' was given the state of '{state.get('loader')}', version {state.get('version')}; "
+                f"allowed: what its own state_dict() gave, version {_STATE_VERSION}"
+            )
+        before = self._taas_open() if self._taas_open else None
+        if before is not None:
+            before.leave()
+        self._taas_open = self._taas_left_at = None
+        self._taas_pass, self._taas_offset = int(state["pass"]), int(state["position"])
+
+    # --- passes and epochs ------------------------------------------------------------------------------------------
+
+    def _taas_check_group(self) -> None:
+        delivery = self._taas_delivery
+        size = delivery.group_size()
+        if delivery.world_size > 1 and size != delivery.world_size:
+            found = "there is no process group" if size is None else f"the process group has {size} rank(s)"
+            raise DeliveryError(
+                f"loader '{self.name}' is delivered to {delivery.world_size} ranks, but {found}; call "
+                "torch.distributed.init_process_group(backend='nccl', init_method='env://') before iterating, or give "
+                f"Lightning's Trainer strategy='ddp', accelerator='auto', devices='auto' and num_nodes",
+                world_size=delivery.world_size,
+                group_size=size,
+            )
+
+    def _taas_shape(self) -> PassShape:
+        """Return the next pass. Waits where only the ledger tells whether there is another epoch."""
+        shape = self._taas_shape_at(self._taas_pass, self._taas_offset)
+        length = self._taas_ending_length(shape.epoch)
+        if shape.offset and length is not None and self._taas_steps(length, shape.offset) == 0:
+            self._taas_pass, self._taas_offset = self._taas_pass + 1, 0  # the state was taken at the epoch's end
+            return self._taas_shape_at(self._taas_pass, 0)
+        return shape
+
+    def _taas_shape_at(self, number: int, offset: int) -> PassShape:
+        delivery = self._taas_delivery
+        count = self._taas_num_epochs
+        shape = PassShape(
+            loader=self.name,
+            rank=delivery.rank,
+            world_size=delivery.world_size,
+            epoch=number % count if count else number,
+            offset=offset,
+            epoch_length=None,
+            remainder=delivery.remainder,
+            allow_pickle=delivery.allow_pickle,
+        )
+        if count is None and number > 0:
+            count = self._taas_find_epochs(shape)
+            shape = shape if count is None else replace(shape, epoch=number % count)
+        return replace(shape, epoch_length=self._taas_ending_length(shape.epoch))
+
+    def _taas_find_epochs(self, shape: PassShape) -> int | None:
+        """Learn how many epochs there are, if the one of ``shape`` is behind the last."""
+        connection = Connection(self._taas_delivery.feeder_socket, connect_s=self._taas_delivery.connect_s)
+        try:
+            count = ask_num_epochs(connection, shape)
+        finally:
+            connection.close()
+        if count == 0:
+            raise DeliveryError(f"loader '{self.name}' was prepared, but it yielded no element at all")
+        self._taas_num_epochs = count
+        return count
+
+    def _taas_ending_length(self, epoch: int) -> int | None:
+        if epoch in self._taas_known:
+            return self._taas_known[epoch].length
+        return self._taas_epochs.length_of(epoch)
+
+    def _taas_steps(self, length: int, offset: int) -> int:
+        delivery = self._taas_delivery
+        return num_steps(length, offset=offset, world_size=delivery.world_size, remainder=delivery.remainder)
+
+    def _taas_length(self, shape: PassShape) -> int:
+        length = self._taas_ending_length(shape.epoch)
+        return self._taas_steps(self._taas_await_length(shape) if length is None else length, shape.offset)
+
+    def _taas_await_length(self, shape: PassShape) -> int:
+        _log.info(
+            "the length of loader '%s' is not known beforehand: waiting until epoch %d is prepared, as len() was asked",
+            *(self.name, shape.epoch),
+        )
+        connection = Connection(self._taas_delivery.feeder_socket, connect_s=self._taas_delivery.connect_s)
+        try:
+            ending = ask_ending(connection, shape)
+        finally:
+            connection.close()
+        if ending is None:
+            raise DeliveryError(f"loader '{self.name}' was prepared, but it yielded no element at all")
+        self._taas_known[shape.epoch] = ending
+        return ending.length
+
+    def _taas_num_elements(self) -> int:
+        shape = self._taas_shape()
+        self._taas_length(shape)
+        length = self._taas_ending_length(shape.epoch)
+        return max(0, (length or 0) - shape.offset)
+
+    def _taas_ended(self, one: _Pass) -> None:
+        """A pass gave its last element."""
+        self._taas_pass, self._taas_offset, self._taas_left_at = one.number_of_pass + 1, 0, None
+
+    def _taas_left(self, position: int) -> None:
+        """A pass ended before its last element."""
+        self._taas_left_at = position
+
+
+class _Pass:
+    """One pass under way. Opens nothing before its first element is asked for."""
+
+    def __init__(self, loader: DeliveredLoader) -> None:
+        self._loader = loader
+        self._started = False
+        self._taken = 0
+        self._reader: PassReader | None = None
+        self._counters: PassCounters | None = None
+        self._elements: Iterator[Any] = iter(())
+        self._steps: int | None = None
+        self._shape: PassShape | None = None
+        self.exhausted = False  # StopIteration was raised, or it was left
+        self.number_of_pass = loader._taas_pass
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._started:
+            self._start()
+        if self._taken == self._steps:
+            self.exhausted = True
+            raise StopIteration
+        try:
+            element = next(self._elements)
+        except StopIteration:
+            self._end()
+            self.exhausted = True
+            raise
+        self._taken += 1
+        self._count()
+        return self._pinned(element) if self._loader.pin_memory else element
+
+    def _start(self) -> None:
+        loader, delivery = self._loader, self._loader._taas_delivery
+        self._started = True
+        self._shape = shape = loader._taas_shape()
+        self.number_of_pass = loader._taas_pass
+        self._replay = loader._taas_num_epochs is not None and self.number_of_pass >= loader._taas_num_epochs
+        if self._replay:
+            _log.warning(
+                "loader '%s': pass %d replays epoch %d: only %s epoch(s) were prepared. Ask for more units to see new "
+                "elements",
+                *(loader.name, self.number_of_pass + 1, shape.epoch, loader._taas_num_epochs),
+            )
+        self._reader = PassReader(delivery.feeder_socket, shape, connect_s=delivery.connect_s)
+        self._elements = iter(self._reader)
+        self._counters = PassCounters(
+            delivery.counters_dir,
+            loader=loader.name,
+            rank=delivery.rank,
+            number=next_number(delivery.counters_dir, loader=loader.name, rank=delivery.rank),
+            epoch=shape.epoch,
+            offset=shape.offset,
+            replay=self._replay,
+        )
+        self._steps = self._reader.num_steps
+        if self._steps == 0:
+            self._end()
+
+    def _count(self) -> None:
+        reader, counters = self._reader, self._counters
+        if reader is None or counters is None:
+            return
+        counters.count(num_steps=self._taken, num_bytes=reader.num_bytes, wait_s=reader.wait_s)
+        if reader.num_steps is not None and self._taken == reader.num_steps:
+            self._end()
+
+    def _end(self) -> None:
+        """The last element has been given (what calls may never come back, so all is settled here)."""
+        if self._reader is None or self._counters is None:
+            return
+        self._steps = self._taken
+        self._counters.count(num_steps=self._taken, num_bytes=self._reader.num_bytes, wait_s=self._reader.wait_s)
+        self._counters.complete()
+        if self._shape is not None and self._reader.ending is not None:
+            self._loader._taas_known[self._shape.epoch] = self._reader.ending
+        self._loader._taas_ended(self)
+        self._close(finished=True)
+
+    def _close(self, *, finished: bool) -> None:
+        position = self.position()
+        if position is not None and not finished:
+            self._loader._taas_left(position)
+        self._elements = iter(())
+        if self._reader is not None:
+            self._reader.close(finished=finished)
+            self._reader = None
+        if self._counters is not None:
+            self._counters.close()
+            self._counters = None
+
+    def leave(self) -> None:
+        """End a pass that is not needed any more; the counters keep that it was left."""
+        self._close(finished=False)
+        self.exhausted = True
+        self._steps = self._taken
+
+    def length(self) -> int:
+        """Return the steps of this pass; waits while that cannot be known yet."""
+        if self._steps is not None:
+            return self._steps
+        loader = self._loader
+        return loader._taas_length(self._shape if self._shape is not None else loader._taas_shape())
+
+    def position(self) -> int | None:
+        """Return where a pass that goes on from here would begin; None before the first element and after the last."""
+        if self._shape is None or self._reader is None or self._taken == 0:
+            return None
+        return self._shape.offset + self._taken * self._shape.world_size
+
+    def _pinned(self, element: Any) -> Any:
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return pin_memory(element)  # type: ignore[no-untyped-call]
+
+    def __del__(self) -> None:
+        self._close(finished=False)

@@ -1,0 +1,166 @@
+"""Which part of a segment a host needs, and where it lies in the cache file. Pure.
+
+At step t of a pass that began at ``offset``, rank r takes element ``offset + t * world_size + r`` of the epoch. So the
+lanes (index mod 32) that a rank or a host needs follow from the offset alone, for every segment of the epoch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from taas_tasks.shards.lanes import NUM_LANES, first_in_lane, lane_of
+from taas_tasks.values import ShardRecord
+
+_ALIGNMENT = 64
+
+
+@cache
+def _lanes(first: int, count: int, world_size: int, offset: int) -> int:
+    found = 0
+    for turn in range(NUM_LANES):
+        for rank in range(first, first + count):
+            found |= 1 << lane_of(offset + turn * world_size + rank)
+    return found
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one host among all."""
+
+    first: int
+    count: int
+    world_size: int
+
+    def lanes(self, offset: int) -> int:
+        """Return the lanes that these ranks need in a pass from ``offset`` on, as bits of a number."""
+        return _lanes(self.first, self.count, self.world_size, offset % NUM_LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneBytes:
+    """Where a lane lies in its object."""
+
+    lane: int
+    offset: int
+    length: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a feeder keeps of a ``ShardRecord``: under 1 KB, as it keeps those of the whole run."""
+
+    loader: str
+    epoch: int
+    n: int
+    start: int
+    stop: int
+    padded_stop: int
+    last_of_epoch: bool
+    last_of_units: bool
+    key: str
+    schema_length: int
+    schema_crc32: int
+    lane_table: array[int]
+
+    @classmethod
+    def of(cls, record: ShardRecord) -> Segment:
+        """Return the segment of a ledger record."""
+        table = array("q", [part for one in record.lanes for part in (one.lane, one.offset, one.length, one.crc32)])
+        return cls(
+            loader=record.loader,
+            epoch=record.epoch,
+            n=record.n,
+            start=record.start,
+            stop=record.stop,
+            padded_stop=record.stop + record.num_padding,
+            last_of_epoch=record.last_of_epoch,
+            last_of_units=record.last_of_units,
+            key=record.key,
+            schema_length=record.schema_length,
+            schema_crc32=record.schema_crc32,
+            lane_table=table,
+        )
+
+    def lanes(self, bits: int) -> list[LaneBytes]:
+        """Return those lanes whose bits are set, in the order of the file."""
+        table = self.lane_table
+        return [LaneBytes(*table[at : at + 4]) for at in range(0, len(table), 4) if bits >> table[at] & 1]
+
+    def num_elements(self, bits: int) -> int:
+        """Return how many elements these lanes hold, without padding."""
+        return sum(len(range(first_in_lane(lane, start=self.start), self.stop, NUM_LANES)) for lane in lanes_of(bits))
+
+
+def lanes_of(bits: int) -> list[int]:
+    """Return the lanes whose bits are set."""
+    return [lane for lane in range(NUM_LANES) if bits >> lane & 1]
+
+
+@dataclass(frozen=True, order=True)
+class PartKey:
+    """A part of a segment: the lanes of it (bits of a number) that a host needs."""
+
+    loader: str
+    epoch: int
+    n: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [start, start + length) of the object, which stand at ``place`` of the cache file."""
+
+    start: int
+    length: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """What to read of an object and where to put it: the schema comes first; ``lanes`` are (lane, place, length)."""
+
+    spans: tuple[Span, ...]
+    lanes: tuple[tuple[int, int, int], ...]
+    num_bytes: int
+
+
+def lay_out(segment: Segment, bits: int) -> PartLayout:
+    """Return how the schema and some lanes of a segment lie in a cache file: as few ranges as there can be."""
+    wanted = segment.lanes(bits)
+    spans: list[Span] = []
+    for start, length in [(0, segment.schema_length), *((one.offset, one.length) for one in wanted)]:
+        last = spans[-1] if spans else None
+        if last is not None and last.start + last.length == start:
+            spans[-1] = Span(last.start, last.length + length, last.place)
+        else:
+            spans.append(Span(start, length, _aligned(last.place + last.length) if last else 0))
+    lanes = tuple((one.lane, _place(spans, one.offset), one.length) for one in wanted)
+    return PartLayout(tuple(spans), lanes, spans[-1].place + spans[-1].length)
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def _place(spans: list[Span], start: int) -> int:
+    span = next(span for span in spans if span.start <= start < span.start + span.length)
+    return span.place + start - span.start
+
+
+def describe_part(segment: Segment, bits: int, layout: PartLayout) -> dict[str, Any]:
+    """Return what a rank is told of a part, beside the file."""
+    return {
+        "epoch": segment.epoch,
+        "n": segment.n,
+        "lane_bits": bits,
+        "start": segment.start,
+        "stop": segment.stop,
+        "padded_stop": segment.padded_stop,
+        "last": segment.last_of_epoch,
+        "schema_length": segment.schema_length,
+        "lanes": layout.lanes,
+    }
