@@ -36,8 +36,9 @@ _WIDGETS = ("integer", "number", "boolean", "string")
 
 def _types(field: Mapping[str, Any]) -> list[str]:
     """Return the JSON types that a field allows, its own first, without null."""
-    types = field.get("type", [])
-    return [kind for kind in ([types] if isinstance(types, str) else types) if kind != "null"]
+    named = [option.get("type", []) for option in field.get("anyOf", [field])]
+    types = [kind for one in named for kind in ([one] if isinstance(one, str) else one)]
+    return [kind for kind in types if kind != "null"]
 
 
 def form_param(field: Mapping[str, Any], *, section: str) -> Param:
