@@ -361,7 +361,7 @@ def log(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
     offset = int(asked.number(payload, "offset", default=0))
     limit = min(max(int(asked.number(payload, "limit", default=65536)), 4), LOG_LIMIT_BYTES)
     path = _log_path(folder, payload.get("name") or "log")
-    may_grow = _phase(folder)[0] in ("absent", *LIVE)
+    may_grow = _phase(folder)[0] not in ("ended", "tombstone")
     try:
         read = _read(path, offset=offset, limit=limit)
     except FileNotFoundError:

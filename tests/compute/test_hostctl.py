@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from taas.errors import HostUnreachable, LaunchError
-from taas_tasks.compute import jobs
+from taas_tasks.compute import hostctl, jobs
 from taas_tasks.compute.local import LocalTransport
 from taas_tasks.compute.piped import ProcessTransport
 from taas_tasks.compute.transport import HOST_FILES
+from taas_tasks.layout import HostPaths
 from tests.compute.hosts import EmulatedHost, is_alive, until
 
 FOREVER = "sleep 1000"
+HOSTCTL = [sys.executable, "-I", "-S", hostctl.__file__]
 
 
 def test_the_next_taker_reaps_an_unclean_predecessor(host: EmulatedHost):
@@ -95,6 +97,35 @@ def test_a_root_by_another_name_is_the_same_host(host: EmulatedHost, tmp_path: P
 def test_a_program_of_the_users_that_floods_the_wake_pipe_harms_nothing(host: EmulatedHost):
     host.sh("head -c 200000 /dev/zero > wake; exit 5")
     assert host.ended().exit_code == 5
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15])
+def test_starters_killed_at_any_moment_launch_at_most_once(host: EmulatedHost, delay_s: float):
+    script = f"echo x >> launches; {FOREVER}"
+    payload = {"job_id": "job", "owner": "o", "argv": ["/bin/sh", "-c", script], "kill_grace_s": 1}
+    request = json.dumps({"root": str(host.root), "python": sys.executable, "payload": payload}).encode()
+    starters = [
+        subprocess.Popen([*HOSTCTL, "start"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in range(3)
+    ]
+    for starter in starters:
+        assert starter.stdin is not None
+        starter.stdin.write(request)
+        starter.stdin.close()
+    time.sleep(delay_s)
+    for starter in starters:
+        starter.kill()
+        starter.wait()
+    assert host.sh(script).phase == "running"
+    time.sleep(0.2)
+    assert host.text("launches") == "x\n"
+
+
+def test_folders_are_those_of_the_layout(host: EmulatedHost):
+    host.sh("true")
+    host.transport.call("slot_take", {"num_slots": 1, "owner": "job", "hold_s": 60})
+    paths = HostPaths(host.root)
+    assert paths.job("job") == host.folder() and host.folder().is_dir()
+    assert paths.slots.is_dir()
 
 
 # ---- a bare host ----

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from taas_tasks.compute.payload import Refused, check_spec, number
+from taas_tasks.compute.payload import Refused, check_spec, job_id, number
 
 GOOD: dict[str, Any] = {"job_id": "job", "owner": "o", "argv": ["true"]}
 
@@ -50,3 +50,9 @@ def test_a_missing_number_takes_the_default_or_is_refused():
     assert number({}, "offset", default=3) == 3
     with pytest.raises(Refused, match="offset must be a number of at least 0, got None"):
         number({}, "offset")
+
+
+@pytest.mark.parametrize("value", ["", "..", "a/b", "-x", "a b", "x" * 201, None, 7, "ä", "a\n"])
+def test_an_id_that_is_no_name_of_a_folder_is_refused(value: object):
+    with pytest.raises(Refused, match="no name of a folder"):
+        job_id(value)
