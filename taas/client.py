@@ -27,6 +27,7 @@ _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 _PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 _TRANSIENT = (429, 502, 503, 504)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
+_NO_ENDPOINTS = "Airflow at {url} has no TaaS endpoints; is the TaaS plugin installed there?"
 _BATCH = 500
 
 
@@ -156,15 +157,14 @@ class Client:
         urls: dict[str, str] = {}
         for first in range(0, len(wanted), _BATCH):
             body = {"blobs": wanted[first : first + _BATCH]}
-            reply = self._send("POST", f"{_project_path(project)}/uploads", json=body).json()
+            reply = self._post(f"{_project_path(project)}/uploads", body)
             urls |= {item["sha256"]: item["url"] for item in reply["missing"]}
         return urls
 
     def commit(self, project: str, *, changes: Sequence[FileInfo], removed: Sequence[str], base: int) -> int:
         """Make changes the project's next record, on top of record ``base``; return its number."""
         body = {"changes": [file.to_change() for file in changes], "removed": list(removed), "base": base}
-        reply = self._send("POST", f"{_project_path(project)}/commits", json=body, is_repeatable=False)
-        return int(reply.json()["record"])
+        return int(self._post(f"{_project_path(project)}/commits", body, is_repeatable=False)["record"])
 
     def blob_url(self, project: str, sha256: str) -> str:
         """Return a URL that reads a content of a project."""
@@ -173,7 +173,7 @@ class Client:
     def payload_target(self, project: str, *, sha256: str, num_bytes: int) -> tuple[str, str | None]:
         """Return a payload's key, and the URL to PUT it to (None: it is there)."""
         body = {"sha256": sha256, "bytes": num_bytes}
-        reply = self._send("POST", f"{_project_path(project)}/payloads", json=body).json()
+        reply = self._post(f"{_project_path(project)}/payloads", body)
         return reply["key"], reply["url"]
 
     def status(self, run_id: str) -> dict[str, Any]:
@@ -217,6 +217,11 @@ class Client:
         value: dict[str, Any] = _json(reply, self.config.url)
         return value
 
+    def _post(self, path: str, body: Any, *, is_repeatable: bool = True) -> dict[str, Any]:
+        reply = self._send("POST", path, json=body, is_repeatable=is_repeatable)
+        value: dict[str, Any] = _json(reply, self.config.url)
+        return value
+
     def _send(
         self,
         method: str,
@@ -231,7 +236,7 @@ class Client:
         if self._token is None:
             self._token = self._login()
         reply = self._try(method, path, json=json, params=params, token=self._token, is_repeatable=is_repeatable)
-        if reply.status_code == 401 and self.config.password is not None:
+        if _is_stale(reply) and self.config.password is not None:
             self._token = self._login()
             reply = self._try(method, path, json=json, params=params, token=self._token, is_repeatable=is_repeatable)
         if reply.is_success or reply.status_code in accept:
@@ -281,17 +286,24 @@ class Client:
     def _refused(self, reply: httpx.Response, what: str) -> ClientError:
         code, detail = reply.status_code, _detail(reply)
         who = f"user '{self.config.username}'" if self.config.username else "the token"
-        if code == 401:
+        if _is_stale(reply):
             message = (
                 f"Airflow at {self.config.url} does not accept {who}: {detail}. Log in again (TAAS_TOKEN expired?)"
             )
         elif code == 403:
             message = f"{who} may not do this at {self.config.url} ({what}): {detail}"
+        elif _is_ours(what) and detail in ("Not Found", "Method Not Allowed"):
+            message = _NO_ENDPOINTS.format(url=self.config.url)
         elif 400 <= code < 500 and _is_ours(what) and detail:
             message = detail
         else:
             message = f"Airflow at {self.config.url} answered {code} to {what}: {detail or 'no reason given'}"
         return ClientError(message, status=code, transient=code in _TRANSIENT)
+
+
+def _is_stale(reply: httpx.Response) -> bool:
+    """Return whether a token is not accepted: it expired (401), or was signed with another key (403, by its text)."""
+    return reply.status_code == 401 or (reply.status_code == 403 and "JWT" in _detail(reply))
 
 
 def _is_ours(what: str) -> bool:
@@ -315,7 +327,10 @@ def _json(reply: httpx.Response, url: str) -> Any:
     try:
         return reply.json()
     except ValueError as error:
-        raise ClientError(f"{url} answered no JSON to {reply.request.url.path}; is it an Airflow?") from error
+        path = reply.request.url.path
+        ours = _NO_ENDPOINTS.format(url=url)
+        message = ours if path.startswith("/taas/") else f"{url} answered no JSON to {path}; is it an Airflow?"
+        raise ClientError(message) from error
 
 
 def _detail(reply: httpx.Response) -> str:

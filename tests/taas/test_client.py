@@ -57,6 +57,25 @@ def test_an_expired_token_is_renewed_once(airflow: FakeAirflow, client: Client) 
     assert airflow.tokens == 2
 
 
+def test_a_token_of_another_key_is_renewed_too(airflow: FakeAirflow, client: Client) -> None:
+    client.runs()
+    airflow.before = [answers(403, {"detail": "Invalid JWT token"})]
+    assert client.runs() == []
+    assert airflow.tokens == 2
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(200, text="<html>"), httpx.Response(405, json={"detail": "Method Not Allowed"})]
+)
+def test_an_airflow_without_our_plugin_is_a_sentence(
+    airflow: FakeAirflow, client: Client, answer: httpx.Response
+) -> None:
+    client.runs()
+    airflow.before = [lambda _: answer]
+    with pytest.raises(ClientError, match="has no TaaS endpoints; is the TaaS plugin installed there"):
+        client.payload_target("lm", sha256="0" * 64, num_bytes=1)
+
+
 def test_a_given_token_is_used_without_a_login(airflow: FakeAirflow) -> None:
     airflow.valid_token = "mine"
     with airflow.client(username=None, password=None, token="mine") as client:
