@@ -49,7 +49,7 @@ def run(input: AgentInput, store: ObjectStore) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Run the program of ``INPUT.json``; write ``outcome.json`` beside it. Returns 0 when the training succeeded."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("torch").setLevel(logging.INFO)
+    logging.getLogger("torch").setLevel(logging.WARNING)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _tell)
     # torch's agent would put its own handlers in the place of ours; it must be told some signal.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -157,6 +158,14 @@ class RankFiles:
         for rank in ranks:
             for path in (self.end(rank), self.error(rank), self.closing(rank)):
                 path.unlink(missing_ok=True)
+
+    def copy_project(self, project: Path, rank: int) -> Path:
+        """Give a rank its private copy, before any rank runs; one that an earlier attempt had is kept."""
+        private = self.private_project(rank)
+        if not private.exists():
+            shutil.copytree(project, private, symlinks=True)
+            write_json(private.with_suffix(".json"), json.dumps(state_of_files(private)))
+        return private
 
     def write_context(self, *, rank: int, local_rank: int, world_size: int, socket: str | None, project: Path) -> None:
         """Write the context file that ``taas_tasks.delivery.install`` reads in the rank."""

@@ -213,12 +213,13 @@ class Node:
         """Write the contexts of an attempt, now that the ranks are known, and begin to show their logs."""
         for local_rank, rank in ranks.items():
             private = self.plan.other_ranks == "scratch" and rank != 0
+            project = self.files.copy_project(self.project, rank) if private else self.project
             self.files.write_context(
                 rank=rank,
                 local_rank=local_rank,
                 world_size=self.plan.world_size,
                 socket=self.feeder.socket if self.feeder is not None else None,
-                project=self.files.private_project(rank) if private else self.project,
+                project=project,
             )
         if self.merger is None:
             logs = {rank: self.files.log(rank) for rank in ranks.values()}

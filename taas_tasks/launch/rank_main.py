@@ -10,12 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import json
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.process
 import os
-import shutil
 import sys
 import threading
 import time
@@ -25,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from taas_tasks.launch.files import EndReport, ErrorReport, RankFiles, RankSpec, state_of_files, write_json
+from taas_tasks.launch.files import EndReport, ErrorReport, RankFiles, RankSpec, write_json
 from taas_tasks.launch.guard import apply_guard
 from taas_tasks.launch.notice import WriteNotice
 from taas_tasks.launch.processes import die_with_parent, flush_c_streams
@@ -110,17 +108,10 @@ def _guard(rank: _Rank) -> None:
     shared = rank.project
     if rank.spec.other_ranks == "scratch":
         rank.project = rank.files.private_project(rank.rank)
-        shutil.copytree(shared, rank.project, symlinks=True)
-        _remember_copy(rank.project)
     if rank.spec.guard is not None:
         apply_guard(rank.spec.guard, shared)
         rank.notice = WriteNotice(rank.rank, shared)
         rank.notice.install()
-
-
-def _remember_copy(private: Path) -> None:
-    """Keep what the copy looked like, so that the node agent can list what the rank wrote in it."""
-    write_json(private.with_suffix(".json"), json.dumps(state_of_files(private)))
 
 
 def _add_python_path() -> None:

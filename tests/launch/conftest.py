@@ -17,10 +17,17 @@ def make_gang(tmp_path: Path, s3_server: S3Server) -> Iterator[MakeGang]:
     """Start gangs of real node agents; every process of theirs is gone when the test ends."""
     made: list[Gang] = []
 
-    def make(script: str, *, files: dict[str, str] | None = None, **given: Any) -> Gang:
+    def make(
+        script: str,
+        *,
+        files: dict[str, str] | None = None,
+        before: Callable[[Gang], None] = lambda gang: None,
+        **given: Any,
+    ) -> Gang:
         folder = tmp_path / f"gang-{len(made)}"
         gang = Gang(folder, s3_server.fresh_config(), {"train.py": script, **(files or {})}, **given)
         made.append(gang)
+        before(gang)
         return gang.start()
 
     yield make

@@ -95,7 +95,7 @@ class Gang:
         (job / "input.json").write_text(json.dumps(given))
         command = [sys.executable, "-m", "taas_tasks.launch.agent_program", str(job / "input.json")]
         with (job / "out").open("wb") as out, (job / "err").open("wb") as err:
-            env = {**os.environ, MARKER: str(self.folder), "PYTHONWARNINGS": "default"}
+            env = {**os.environ, MARKER: str(self.folder)}
             agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env)
         self.agents.append(agent)
 
