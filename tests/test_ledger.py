@@ -142,7 +142,7 @@ def test_the_rate_is_that_of_the_slower_segments() -> None:
     some = [record(plan, 0, n, length=999, is_last_epoch=False, seconds=1.0 + 3 * (n % 2)) for n in range(8)]
     rate = ledger.units_per_second(some, machines=2)
     assert rate is not None
-    assert rate == pytest.approx(4.0)  # a slow segment of 8 in 4 s, two machines
+    assert rate == pytest.approx(8.0)  # the quarter at the bottom ends at 4 units a second, times two machines
     assert ledger.units_per_second([], machines=2) is None
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import traceback
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader, Dataset
 
 from taas.errors import LoaderError
-from taas_tasks.prep.seeding import seed_element
+from taas_tasks.prep.seeding import kept_states, seed_element
 
 _TRACEBACK_CHARS = 4000
 _OUR_FOLDER = str(Path(__file__).parent)
@@ -50,8 +51,9 @@ class ElementDataset(Dataset[Any]):
     which element it was, and constructors that take other arguments than a message.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], *, seed: int, keeps_states: bool = False) -> None:
         self.dataset = loader.dataset
+        self._keeps_states = keeps_states
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._is_batched = loader.batch_sampler is not None
         self._seed = seed
@@ -59,7 +61,8 @@ class ElementDataset(Dataset[Any]):
 
     def __getitem__(self, task: Task) -> Any:
         try:
-            return self._load(task)
+            with kept_states() if self._keeps_states else nullcontext():
+                return self._load(task)
         except Exception as error:  # noqa: BLE001 (user code may raise anything; the caller names the element)
             return Failure(task.epoch, task.index, _short(repr(task.row)), describe(error), users_traceback(error))
 
@@ -101,11 +104,17 @@ def as_is(element: Any) -> Any:
 
 
 def loader_of_tasks(
-    loader: DataLoader[Any], tasks: Iterable[Task], *, seed: int, num_workers: int | None = None
+    loader: DataLoader[Any],
+    tasks: Iterable[Task],
+    *,
+    seed: int,
+    num_workers: int | None = None,
+    is_as_drawn: bool = False,
 ) -> DataLoader[Any]:
     """Return a loader that loads ``tasks`` in order with the workers and settings of the user's loader.
 
-    One pass. Yields elements, or ``Failure``s. ``num_workers`` takes the place of the loader's own where given.
+    Yields elements, or ``Failure``s. ``num_workers`` takes the place of the loader's own where given. ``is_as_drawn``:
+    the global generators end up as after iterating the user's loader, as long as its dataset draws nothing from them.
     """
     workers = loader.num_workers if num_workers is None else num_workers
     many: dict[str, Any] = {}
@@ -114,14 +123,16 @@ def loader_of_tasks(
             "prefetch_factor": loader.prefetch_factor or 2,
             "multiprocessing_context": loader.multiprocessing_context,
             "timeout": loader.timeout,
+            "persistent_workers": loader.persistent_workers and is_as_drawn,
         }
     return DataLoader(
-        ElementDataset(loader, seed=seed),
+        ElementDataset(loader, seed=seed, keeps_states=is_as_drawn),
         batch_size=None,
         sampler=tasks,
         collate_fn=as_is,
         num_workers=workers,
         worker_init_fn=LoaderWorkerStart(loader.worker_init_fn),
+        generator=loader.generator if is_as_drawn else torch.Generator(),
         **many,
     )
 
@@ -200,9 +211,7 @@ class ElementSeeded:
     def __init__(self, loader: DataLoader[Any], *, seed: int) -> None:
         self._users = loader
         self._numbered = _Numbered(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
-        self._loader = loader_of_tasks(loader, self._numbered, seed=seed)
-        self._loader.generator = loader.generator
-        self._loader.persistent_workers = loader.persistent_workers
+        self._loader = loader_of_tasks(loader, self._numbered, seed=seed, is_as_drawn=True)
         self._epoch = 0
 
     def __iter__(self) -> Iterator[Any]:

@@ -106,10 +106,10 @@ def _rows_of_epoch(loader: DataLoader[Any], name: str, epoch: int) -> Iterator[A
 
 
 def _encode(rows: list[Any], name: str) -> bytes:
-    plain = [_plain(row, name) for row in rows]
+    plain = rows if _are_batches(rows) else [_plain(row, name) for row in rows]
     if all(type(row) is int for row in plain):
         column, form = pa.array(plain, pa.int64()), "int"
-    elif all(type(row) is list and all(type(index) is int for index in row) for row in plain):
+    elif _are_batches(plain):
         column, form = pa.array(plain, pa.list_(pa.int64())), "list"
     else:
         column, form = pa.array([json.dumps(_tagged(row)) for row in plain], pa.string()), "json"
@@ -118,6 +118,10 @@ def _encode(rows: list[Any], name: str) -> bytes:
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)
     return sink.getvalue()
+
+
+def _are_batches(rows: list[Any]) -> bool:
+    return all(type(row) is list and set(map(type, row)) <= {int} for row in rows)
 
 
 def _decode(data: bytes) -> list[Any]:
