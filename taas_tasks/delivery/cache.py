@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -95,11 +96,16 @@ def _unnamed(folder: Path) -> int:
 
 
 def _fill(store: ObjectStore, segment: Segment, lanes: int, layout: PartLayout, file: int) -> None:
-    with mmap.mmap(file, layout.num_bytes) as mapping, memoryview(mapping) as view:
+    mapping = mmap.mmap(file, layout.num_bytes)
+    view = memoryview(mapping)
+    try:
         for span in layout.spans:
-            with view[span.place : span.place + span.length] as target:
-                store.read_into(segment.key, span.start, target)
+            store.read_into(segment.key, span.start, view[span.place : span.place + span.length])
         _verify(segment, lanes, layout, view)
+    finally:
+        with contextlib.suppress(BufferError):  # after an error its traceback holds slices: they let go with it
+            view.release()
+            mapping.close()
 
 
 def _verify(segment: Segment, lanes: int, layout: PartLayout, view: memoryview) -> None:
@@ -107,8 +113,7 @@ def _verify(segment: Segment, lanes: int, layout: PartLayout, view: memoryview) 
     for one, (lane, place, length) in zip(segment.lanes(lanes), layout.lanes, strict=True):
         checks.append((f"lane {lane}", place, length, one.crc32))
     for what, place, length, expected in checks:
-        with view[place : place + length] as piece:
-            got = zlib.crc32(piece)
+        got = zlib.crc32(view[place : place + length])
         if got != expected:
             raise ObjectCorrupt(
                 f"{what} has checksum {got:#010x}, not {expected:#010x} as when it was written", key=segment.key

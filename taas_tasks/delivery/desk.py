@@ -179,6 +179,10 @@ class Desk:
         self._cursors[connection] = _Cursor(loader, epoch, offset, index, origin=offset)
         self._streams[loader].next_pass = epoch
 
+    def knows(self, connection: int) -> bool:
+        """Whether a connection has an open pass or question."""
+        return connection in self._cursors
+
     def look(self, connection: int, *, loader: str, epoch: int) -> None:
         """A rank wants to ask about an epoch without reading it."""
         self._cursors[connection] = _Cursor(loader, epoch, 0, 0, origin=0, reads=False)

@@ -259,6 +259,8 @@ class Feeder:
         if operation in ("open", "look") and message["loader"] not in self._loaders:
             listed = ", ".join(sorted(self._loaders)) or "none"
             raise DeliveryError(f"this host's feeder delivers no loader '{message['loader']}'; it delivers: {listed}")
+        if operation not in ("open", "look") and not self._desk.knows(number):
+            return  # it was refused when it opened, and has been told
         handlers: dict[str, Callable[..., None]] = {
             "open": self._desk.open,
             "look": self._desk.look,

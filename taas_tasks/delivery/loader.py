@@ -297,6 +297,7 @@ class _Pass:
     def _start(self) -> None:
         loader, delivery = self._loader, self._loader._taas_delivery
         self._started = True
+        loader._taas_left_at = None
         self._shape = shape = loader._taas_shape()
         self.number_of_pass = loader._taas_pass
         self._replay = loader._taas_num_epochs is not None and self.number_of_pass >= loader._taas_num_epochs
