@@ -33,9 +33,7 @@ async def serve(*, upstream_host: str, upstream_port: int, latency_s: float) -> 
         except OSError:
             writer.close()
             return
-        await asyncio.gather(
-            _pipe(reader, up_writer, latency_s=latency_s), _pipe(up_reader, writer, latency_s=0.0)
-        )
+        await asyncio.gather(_pipe(reader, up_writer, latency_s=latency_s), _pipe(up_reader, writer, latency_s=0.0))
 
     return await asyncio.start_server(connected, "127.0.0.1", 0)
 

@@ -1,8 +1,8 @@
 """The accounting of a run: every prepared element is consumed, dropped by the rule, or unread for a reason. Pure.
 
 Which elements a rank took follows from its passes: in a pass with offset ``o`` it took, at step ``t``, element
-``o + t * world_size + rank`` of the epoch. Elements at and behind the epoch's length are padding. So the elements of one
-epoch with the same remainder modulo ``world_size`` are counted as intervals of ``t``; nothing is enumerated.
+``o + t * world_size + rank`` of the epoch. Elements at and behind the epoch's length are padding. So the elements of
+one epoch with the same remainder modulo ``world_size`` are counted as intervals of ``t``; nothing is enumerated.
 """
 
 from __future__ import annotations

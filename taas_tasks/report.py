@@ -40,7 +40,7 @@ _MAX_METRICS = 2000
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the store knows of a run. Everything but ``run`` may be missing: a report is written for a failed run too."""
+    """What the store knows of a run. Much may be missing: a report is written for a failed run too."""
 
     run: str
     run_id: str
