@@ -142,6 +142,14 @@ def is_ready(server: PostgresServer) -> bool:
     return subprocess.run(argv, env=_ENVIRONMENT, check=False, timeout=10).returncode == 0
 
 
+def is_part_of(pid: int, data: Path) -> bool:
+    """Return whether a process is a server on this cluster, or one of its children: they all work in its folder."""
+    try:
+        return Path(f"/proc/{pid}/cwd").readlink() == data and Path(f"/proc/{pid}/exe").readlink().name == "postgres"
+    except OSError:
+        return False
+
+
 def program(server: PostgresServer, name: str) -> Path:
     """Return one of PostgreSQL's programs, copied beside the data when its user cannot reach the package."""
     package = _package()

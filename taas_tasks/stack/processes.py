@@ -147,10 +147,11 @@ def kill_all(find: Callable[[], list[ProcessId]], *, timeout_s: float = 10.0) ->
         seen.update(found)
         for process in found:
             process.send(signal.SIGKILL)
-            reap(process.pid)
         return not found
 
     wait_until(none_left, timeout_s=timeout_s)
+    for process in seen:
+        reap(process.pid)
     return len(seen)
 
 

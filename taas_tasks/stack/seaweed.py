@@ -10,7 +10,7 @@ from pathlib import Path
 
 from taas.errors import StoreError, TaasError
 from taas_tasks.stack.ports import LOOPBACK, free_port
-from taas_tasks.store import ObjectStore
+from taas_tasks.store.answers import Retries
 from taas_tasks.values import StoreConfig
 
 BUCKET = "taas"
@@ -123,13 +123,23 @@ def is_ready(ports: SeaweedPorts) -> bool:
         connection.close()
 
 
-def is_writable(store: ObjectStore) -> bool:
+def is_writable(config: StoreConfig) -> bool:
     """Return whether the bucket is there and takes an object."""
+    from taas_tasks.store.s3 import S3Store
+
+    store = S3Store(config, retries=Retries(max_attempts=1))
     try:
         store.put("checks/start", b"")
     except StoreError:
         return False
+    finally:
+        store.close()
     return True
+
+
+def is_server_of(arguments: list[bytes], folder: Path) -> bool:
+    """Return whether a command line is that of a server whose objects are below ``folder``."""
+    return b"mini" in arguments and f"-dir={folder}".encode() in arguments
 
 
 def remove_sockets(ports: SeaweedPorts) -> None:

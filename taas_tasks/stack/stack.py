@@ -10,11 +10,12 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from taas_tasks.stack import airflow_processes, postgres, processes, seaweed
 from taas_tasks.stack.ports import free_port, is_free, is_listening
 from taas_tasks.stack.processes import ProcessId
 from taas_tasks.stack.state import Secrets, StackFiles, StartedProcess, State
-from taas_tasks.store import open_store
 from taas_tasks.values import StoreConfig
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Stack:
         plugins: Path | None = None,
         env: Mapping[str, str] | None = None,
         supervise: bool = False,
-        timeout_s: float = 90.0,
+        timeout_s: float = 180.0,
     ) -> None:
         """Describe a stack; nothing is started here.
 
@@ -131,8 +131,11 @@ class Stack:
 
     # ---- up
 
-    def up(self) -> None:
+    def up(self, *, parts: Collection[str] = PARTS) -> None:
         """Start what does not run, and return when all parts are healthy. Doing it twice changes nothing.
+
+        Args:
+            parts: only these, as for a test that needs no Airflow; Airflow's need the other two.
 
         Raises:
             StackError: a part is not healthy in time; what this call started is stopped again.
@@ -140,44 +143,63 @@ class Stack:
         with self.files.locked():
             before = self.pids()
             try:
-                self._up()
+                self._up(parts)
             except BaseException:
                 self._stop([name for name in self.pids() if name not in before], grace_s=2.0)
                 raise
 
-    def _up(self) -> None:
+    def _up(self, parts: Collection[str]) -> None:
         self.files.make_folders()
         self._assign_ports()
         self.files.write_logins(self._secrets(), url=self.url)
         if self._supervise:
-            self._ensure(WARDEN, self._start_warden)
-        made_anew = self._ensure_postgres_data()
-        self._ensure(S3, self._start_s3)
-        self._ensure(POSTGRES, self._start_postgres)
+            self._ensure(WARDEN)
+        made_anew = POSTGRES in parts and self._ensure_postgres_data()
+        servers = [name for name in (S3, POSTGRES) if name in parts]
+        for name in servers:
+            self._ensure(name)
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(self._wait_for, ([S3], [POSTGRES])))
-        self._migrate(anyway=made_anew)
-        for name in AIRFLOW:
-            self._ensure(name, lambda name=name: self._start_airflow(name))  # type: ignore[misc]
-        self._wait_for(AIRFLOW)
+            list(pool.map(self._wait_for, ([name] for name in servers)))
+        airflow = [name for name in AIRFLOW if name in parts]
+        if airflow:
+            self._migrate(anyway=made_anew)
+        for name in airflow:
+            self._ensure(name)
+        self._wait_for(airflow)
 
     def restart(self, name: str, *, grace_s: float = 10.0) -> None:
         """Stop one process, if it runs, start it, and wait until it is healthy."""
         with self.files.locked():
             self._stop([name], grace_s=grace_s)
-            starters = {S3: self._start_s3, POSTGRES: self._start_postgres}
-            self._ensure(name, starters.get(name, lambda: self._start_airflow(name)))
+            self._ensure(name)
             self._wait_for([name])
 
-    def _ensure(self, name: str, starter: Callable[[], ProcessId]) -> None:
+    def _ensure(self, name: str) -> None:
         known = self._state().processes.get(name)
         if known is not None and known.id.is_alive():
             return
+        if known is not None:
+            processes.reap(known.pid)  # as a zombie of ours it would look alive to PostgreSQL
+        processes.kill_all(lambda: self._strays(name))
+        starters = {S3: self._start_s3, POSTGRES: self._start_postgres, WARDEN: self._start_warden}
         started_at = time.time()
-        process = starter()
+        process = starters.get(name, lambda: self._start_airflow(name))()
         state = self._state()
         entry = StartedProcess(pid=process.pid, started_ticks=process.started_ticks, started_at=started_at)
         self.files.write_state(state.model_copy(update={"processes": {**state.processes, name: entry}}))
+
+    def _strays(self, name: str) -> list[ProcessId]:
+        """Return what works on our data and is not in the state, as when that was lost: two servers would spoil it."""
+        state = self._state()
+        known = {each.pid for each in state.processes.values() if each.id.is_alive()}
+        folder = state.postgres_folder
+
+        def is_stray(pid: int) -> bool:
+            if name == S3:
+                return seaweed.is_server_of(processes.arguments(pid), self.files.s3)
+            return name == POSTGRES and folder is not None and postgres.is_part_of(pid, Path(folder) / "data")
+
+        return processes.matching(lambda pid: pid not in known and is_stray(pid))
 
     def _start_s3(self) -> ProcessId:
         ports = self._seaweed_ports()
@@ -257,7 +279,7 @@ class Stack:
 
     def _problem(self, name: str, *, since: float) -> str | None:
         if name == S3:
-            ready = seaweed.is_ready(self._seaweed_ports()) and seaweed.is_writable(open_store(self.store_config()))
+            ready = seaweed.is_ready(self._seaweed_ports()) and seaweed.is_writable(self.store_config())
             return None if ready else "it does not take objects"
         if name == POSTGRES:
             return None if postgres.is_ready(self._postgres()) else "it takes no connections"
@@ -278,7 +300,16 @@ class Stack:
             if num_left:
                 log.info("killed %d processes that the stack's tasks and jobs had left", num_left)
             self._stop([S3, POSTGRES, WARDEN], grace_s=grace_s)
+            processes.kill_all(lambda: [*self._strays(S3), *self._strays(POSTGRES)])
             self._refuse_listeners()
+
+    def drop_database(self) -> None:
+        """Remove Airflow's database of a stack that is down; the next ``up`` makes a new one."""
+        with self.files.locked():
+            folder = self._state().postgres_folder
+            if folder is not None:
+                shutil.rmtree(folder)
+                self.files.write_state(self._state().model_copy(update={"postgres_folder": None}))
 
     def _stop(self, names: Iterable[str], *, grace_s: float) -> None:
         known = self._state().processes

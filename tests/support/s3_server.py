@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taas_tasks.stack import processes, seaweed
-from taas_tasks.store import open_store
 from taas_tasks.values import StoreConfig
 
 
@@ -59,8 +58,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
     server = S3Server(ports, config, folder)
     try:
         server.start()
-        store = open_store(config)
-        assert processes.wait_until(lambda: seaweed.is_writable(store), timeout_s=20), processes.tail(server.log)
+        assert processes.wait_until(lambda: seaweed.is_writable(config), timeout_s=20), processes.tail(server.log)
         yield server
     finally:
         server.stop()
