@@ -428,14 +428,22 @@ def slot_take(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
     owner = host.job(payload.get("owner")).name
     num_slots = int(asked.number(payload, "num_slots", least=1))
     hold_s = asked.number(payload, "hold_s")
-    ticket_s = asked.number(payload, "ticket_s", default=tables.TICKET_S)
-    asked_at = asked.number(payload, "asked_at", default=time.time())
+    ticket = _ticket(payload, owner)
     with _slots(host) as table:
         _sweep(host, table)
-        slot = table.take(owner, num_slots=num_slots, hold_s=hold_s, ticket_s=ticket_s, asked_at=asked_at)
+        slot = table.take(owner, num_slots=num_slots, hold_s=hold_s, ticket=ticket)
         if slot is not None:
             return {"taken": True, "slot": slot}
-        return {"taken": False, "held_by": table.owners(), "ahead": table.ahead_of(owner)}
+        return {"taken": False, "held_by": table.held_by(), "ahead": table.ahead_of(owner)}
+
+
+def _ticket(payload: dict[str, Any], owner: str) -> tables.Ticket:
+    return tables.Ticket(
+        owner,
+        label=str(payload.get("label") or owner),
+        asked_at=asked.number(payload, "asked_at", default=time.time()),
+        ticket_s=asked.number(payload, "ticket_s", default=tables.TICKET_S),
+    )
 
 
 def slot_release(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
@@ -447,8 +455,7 @@ def slot_release(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
     with _slots(host) as table:
         released = table.release(owner)
         if payload.get("ticket_s"):
-            asked_at = asked.number(payload, "asked_at", default=time.time())
-            table.queue(owner, ticket_s=asked.number(payload, "ticket_s"), asked_at=asked_at)
+            table.queue(_ticket(payload, owner))
         _sweep(host, table)
         return {"released": released}
 

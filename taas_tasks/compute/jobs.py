@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from taas.errors import HostUnreachable, JobFailed, JobLost, JobTimeout, RunCancelled, TaasError, error_from_dict
@@ -145,6 +146,15 @@ class Waiting(Value):
     unreachable: list[str] = []
 
 
+@dataclass
+class _Answers:
+    """What the hosts said, by name."""
+
+    taken: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unreachable: list[str] = field(default_factory=list)
+
+
 def take_gang(
     hosts: Sequence[Host],
     transports: Mapping[str, Transport],
@@ -154,6 +164,7 @@ def take_gang(
     asked_at: float,
     num_hosts: int | None = None,
     ticket_s: float = 60,
+    label: str | None = None,
 ) -> GangHold | Waiting:
     """Hold ``num_hosts`` (default: all) of ``hosts``, the first free ones in their order, or none.
 
@@ -165,34 +176,49 @@ def take_gang(
         hold_s: For how long the slot is kept when no job of that id lives.
         asked_at: When this gang asked first (unix seconds), the same at every try: it orders gangs alike on all hosts.
         ticket_s: For how long a place in the queue is kept; ask again sooner.
+        label: What others are told who holds the host ("run manual__..."); the job's id when None.
     """
     wanted = len(hosts) if num_hosts is None else num_hosts
     if not 1 <= wanted <= len(hosts):
         raise ValueError(f"num_hosts must be 1 to {len(hosts)} (the hosts given), got {wanted}")
-    taken: dict[str, int] = {}
-    refused: dict[str, dict[str, Any]] = {}
-    unreachable: list[str] = []
-    for host in hosts:
-        if len(taken) == wanted:
-            break
-        payload = {"num_slots": host.slots, "owner": owner_by_host[host.name], "hold_s": hold_s}
-        try:
-            answer = transports[host.name].call("slot_take", {**payload, "asked_at": asked_at, "ticket_s": ticket_s})
-        except HostUnreachable as error:
-            _log.warning("host %s: %s", host.name, error)
-            unreachable.append(host.name)
-            continue
-        if answer["taken"]:
-            taken[host.name] = answer["slot"]
-        else:
-            refused[host.name] = answer
+    place = {"asked_at": asked_at, "ticket_s": ticket_s, "label": label}
+    answers = _ask(hosts, transports, owner_by_host, wanted=wanted, hold_s=hold_s, **place)
+    taken, refused = answers.taken, answers.refused
     if len(taken) == wanted:
         _give_up(refused, transports, owner_by_host)
         return GangHold(hosts=list(taken), owners={name: owner_by_host[name] for name in taken}, slots=taken)
-    _give_up(taken, transports, owner_by_host, asked_at=asked_at, ticket_s=ticket_s)
+    _give_up(taken, transports, owner_by_host, **place)
     missing = wanted - len(taken)
-    reason = waiting_reason(hosts[0].flavor, wanted, missing, refused=refused, unreachable=unreachable)
-    return Waiting(reason=reason, missing=missing, unreachable=unreachable)
+    reason = waiting_reason(hosts[0].flavor, wanted, missing, refused=refused, unreachable=answers.unreachable)
+    return Waiting(reason=reason, missing=missing, unreachable=answers.unreachable)
+
+
+def _ask(
+    hosts: Sequence[Host],
+    transports: Mapping[str, Transport],
+    owner_by_host: Mapping[str, str],
+    *,
+    wanted: int,
+    hold_s: float,
+    **place: Any,
+) -> _Answers:
+    """Ask the hosts in their order until enough are taken."""
+    answers = _Answers()
+    for host in hosts:
+        if len(answers.taken) == wanted:
+            break
+        payload = {"num_slots": host.slots, "owner": owner_by_host[host.name], "hold_s": hold_s, **place}
+        try:
+            answer = transports[host.name].call("slot_take", payload)
+        except HostUnreachable as error:
+            _log.warning("host %s: %s", host.name, error)
+            answers.unreachable.append(host.name)
+            continue
+        if answer["taken"]:
+            answers.taken[host.name] = answer["slot"]
+        else:
+            answers.refused[host.name] = answer
+    return answers
 
 
 def waiting_reason(
@@ -229,7 +255,7 @@ def _give_up(
     names: Sequence[str] | Mapping[str, Any],
     transports: Mapping[str, Transport],
     owner_by_host: Mapping[str, str],
-    **ticket: float,
+    **ticket: Any,
 ) -> list[str]:
     unreachable = []
     for name in names:

@@ -10,9 +10,18 @@ Standard library only, Python >= 3.9: copied to bare hosts with the other files 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 TICKET_S = 60.0
+
+
+class Ticket(NamedTuple):
+    """What one gives who asks for a slot: ``label`` is what others are told, ``ticket_s`` how long the place is kept."""
+
+    owner: str
+    label: str
+    asked_at: float
+    ticket_s: float
 
 
 class Table:
@@ -46,19 +55,19 @@ class Table:
         """Whether the slot's hold has not run out."""
         return bool(slot["until"] > self.now)
 
-    def owners(self) -> list[str]:
-        """Return who holds the slots, in their order."""
-        return [self.slots[index]["owner"] for index in sorted(self.slots)]
+    def held_by(self) -> list[str]:
+        """Return who holds the slots, in their order, as people know them."""
+        return [self.slots[index]["label"] for index in sorted(self.slots)]
 
-    def take(self, owner: str, *, num_slots: int, hold_s: float, ticket_s: float, asked_at: float) -> int | None:
-        """Return the slot that is now the owner's (again), or None: he has a ticket instead."""
+    def take(self, owner: str, *, num_slots: int, hold_s: float, ticket: Ticket) -> int | None:
+        """Return the slot that is now the owner's (again), or None: he is in the queue instead."""
         mine = self.extend(owner, hold_s=hold_s)
         free = [index for index in range(num_slots) if index not in self.slots]
         if not mine:
-            self.queue(owner, ticket_s=ticket_s, asked_at=asked_at)
+            self.queue(ticket)
             if len(free) <= len(self.ahead_of(owner)):
                 return None
-            self.slots[free[0]] = {"owner": owner, "until": self.now + hold_s}
+            self.slots[free[0]] = {"owner": owner, "label": ticket.label, "until": self.now + hold_s}
         self._drop_ticket(owner)
         return next(index for index, slot in self.slots.items() if slot["owner"] == owner)
 
@@ -77,14 +86,15 @@ class Table:
             slot["until"] = 0.0
         return bool(mine)
 
-    def queue(self, owner: str, *, ticket_s: float, asked_at: float) -> None:
-        """Give the owner a ticket, or renew his."""
-        for ticket in self.tickets:
-            if ticket["owner"] == owner:
-                ticket["until"] = self.now + ticket_s
+    def queue(self, ticket: Ticket) -> None:
+        """Give the owner a ticket, or renew his; it keeps its place."""
+        until = self.now + ticket.ticket_s
+        for kept in self.tickets:
+            if kept["owner"] == ticket.owner:
+                kept["until"] = until
                 return
-        ticket = {"owner": owner, "asked_at": asked_at, "number": self.next_number, "until": self.now + ticket_s}
-        self.tickets.append(ticket)
+        who = {"owner": ticket.owner, "label": ticket.label}
+        self.tickets.append({**who, "asked_at": ticket.asked_at, "number": self.next_number, "until": until})
         self.next_number += 1
 
     def tickets_in_order(self) -> list[dict[str, Any]]:
@@ -92,13 +102,14 @@ class Table:
         return sorted(self.tickets, key=lambda ticket: (ticket["asked_at"], ticket["number"]))
 
     def ahead_of(self, owner: str) -> list[str]:
-        """Return whose tickets come before the owner's."""
-        order = [ticket["owner"] for ticket in self.tickets_in_order()]
-        return order[: order.index(owner)] if owner in order else order
+        """Return whose tickets come before the owner's, as people know them."""
+        order = self.tickets_in_order()
+        places = [place for place, ticket in enumerate(order) if ticket["owner"] == owner]
+        return [ticket["label"] for ticket in order[: places[0] if places else None]]
 
     def shown(self, slot: dict[str, Any]) -> dict[str, Any]:
         """Return a slot as the ``slots`` verb shows it."""
-        return {"owner": slot["owner"], "hold_left_s": max(0.0, slot["until"] - self.now)}
+        return {"owner": slot["owner"], "label": slot["label"], "hold_left_s": max(0.0, slot["until"] - self.now)}
 
     def _drop_ticket(self, owner: str) -> None:
         self.tickets = [ticket for ticket in self.tickets if ticket["owner"] != owner]

@@ -24,6 +24,9 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,15 +89,26 @@ class Supervisor:
         while self.main is not None and self.status is None and not self.state.get("ended_by"):
             self.pause(TICK_S)
             if self.status is None:
-                self.look()
+                self.stubbornly(self.look)
         grace_s = self.spec["kill_grace_s"]
         if self.state.get("ended_by"):
             self.publish()
         else:
             grace_s = min(grace_s, LEFTOVER_GRACE_S)
         self.kill_at = ps.now_s() + grace_s
-        ps.end_processes(self.find, grace_s=grace_s, pause=self.pause)
+        end = partial(ps.end_processes, self.find, grace_s=grace_s, pause=self.pause)
+        while not self.stubbornly(end):
+            time.sleep(TICK_S)
         self.finish()
+
+    def stubbornly(self, do: Callable[[], object]) -> bool:
+        """Do it; False when the machine refused (out of descriptors, disk, memory): our end would end the job."""
+        try:
+            do()
+        except OSError:
+            traceback.print_exc()
+            return False
+        return True
 
     # -- beginning --
 
@@ -139,7 +153,7 @@ class Supervisor:
         finally:
             os.close(log)
         self.publish()
-        self.remember()
+        self.stubbornly(self.remember)
 
     def refuse(self, error: Exception, log: int) -> None:
         """Note that the command could not be started."""
@@ -217,7 +231,7 @@ class Supervisor:
         """Whether someone removed the job's folder: another start could then launch it a second time."""
         try:
             return os.fstat(self.lock).st_ino != (self.folder / "lock").stat().st_ino
-        except OSError:
+        except FileNotFoundError:
             return True
 
     def remember(self) -> None:
@@ -227,11 +241,8 @@ class Supervisor:
         seen = sorted(table[pid].name for pid in ps.descendants(table, [os.getpid()]))
         if seen == self.seen:
             return
+        ps.write_json(self.folder / "seen.json", {"boot": self.state["boot"], "processes": seen}, sync=False)
         self.seen = seen
-        try:
-            ps.write_json(self.folder / "seen.json", {"boot": self.state["boot"], "processes": seen}, sync=False)
-        except OSError:
-            return  # a full disk: it is a help, not a promise
 
     # -- ending --
 

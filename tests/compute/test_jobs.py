@@ -79,6 +79,14 @@ def test_a_gang_that_misses_a_host_holds_none_and_says_why(hosts: list[Host], tr
     assert holders(transports) == ["other-gpu-1", "other-gpu-2"]
 
 
+def test_who_holds_and_who_waits_are_told_by_their_labels(hosts: list[Host], transports: dict[str, Transport]):
+    take(hosts[:2], transports, "other", label="run A")
+    take(hosts, transports, "second", asked_at=2, label="run B")
+    waiting = take(hosts, transports, "third", asked_at=3, label="run C")
+    assert isinstance(waiting, Waiting)
+    assert waiting.reason == "waits for 4 of 4 g2.8; held by run A; before it: run B"
+
+
 def test_a_small_gang_takes_the_first_free_hosts_and_queues_nowhere(
     hosts: list[Host], transports: dict[str, Transport]
 ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from taas_tasks.compute.slots import Table
+from taas_tasks.compute.slots import Table, Ticket
 
 BOOT = "boot"
 
@@ -15,7 +15,8 @@ def later(table: Table, now: float) -> Table:
 
 
 def take(table: Table, owner: str, *, num_slots: int = 1, hold_s: float = 10, asked_at: float = 0) -> int | None:
-    return table.take(owner, num_slots=num_slots, hold_s=hold_s, ticket_s=20, asked_at=asked_at)
+    ticket = Ticket(owner, label=owner, asked_at=asked_at, ticket_s=20)
+    return table.take(owner, num_slots=num_slots, hold_s=hold_s, ticket=ticket)
 
 
 def test_the_lowest_free_slot_is_taken():
@@ -71,7 +72,7 @@ def test_taking_again_never_shortens_the_hold():
     table = Table(boot=BOOT, now=0)
     take(table, "a", hold_s=100)
     take(table, "a", hold_s=1)
-    assert later(table, 50).owners() == ["a"]
+    assert later(table, 50).held_by() == ["a"]
 
 
 def test_a_release_ends_the_hold_and_the_wait():
@@ -80,7 +81,7 @@ def test_a_release_ends_the_hold_and_the_wait():
     take(table, "b")
     assert table.release("a") is True
     assert table.release("b") is False
-    assert later(table, 0).owners() == [] and table.tickets == []
+    assert later(table, 0).held_by() == [] and table.tickets == []
 
 
 def test_another_boot_has_neither_holds_nor_tickets():
