@@ -52,6 +52,8 @@ def rank_environment(
     ours = lightning_defaults(nnodes=nnodes, nproc_per_node=nproc_per_node, emulate_gpus=emulate_gpus)
     # A rank other than 0 cannot write __pycache__ into the project, and rank 0's would become artifacts.
     ours["PYTHONDONTWRITEBYTECODE"] = "1"
+    # pyarrow would start a thread in the fork server, whose forks must come from a process with one thread.
+    ours["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     if nproc_per_node > 1 and "OMP_NUM_THREADS" not in host_env:
         ours["OMP_NUM_THREADS"] = "1"  # as torchrun does
     if interface is not None:

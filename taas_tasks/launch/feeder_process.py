@@ -30,7 +30,14 @@ class FeederProcess:
         return str(self._socket_dir / "feeder")
 
     def start(
-        self, plan: LaunchPlan, *, store: StoreConfig, node_rank: int, cache_dir: Path, env: Mapping[str, str]
+        self,
+        plan: LaunchPlan,
+        *,
+        store: StoreConfig,
+        node_rank: int,
+        host: str,
+        cache_dir: Path,
+        env: Mapping[str, str],
     ) -> None:
         """Start the feeder for this node's ranks."""
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -40,6 +47,7 @@ class FeederProcess:
             "node_rank": node_rank,
             "socket": self.socket,
             "cache_dir": str(cache_dir),
+            "host": host,
             "stats_path": str(self._files.feeder_stats),
         }
         write_json(self._files.feeder_input, json.dumps(given))

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from taas.errors import DeliveryError, LaunchError, RunCancelled, TaasError
+from taas_tasks.artifacts import stage
 from taas_tasks.launch import forkserver, preflight
 from taas_tasks.launch.environment import rank_environment
 from taas_tasks.launch.feeder_process import FeederProcess
@@ -23,6 +24,7 @@ from taas_tasks.launch.outcome import NodeLedger
 from taas_tasks.launch.processes import MARK, end_marked
 from taas_tasks.launch.watch import StopReason, Watch
 from taas_tasks.layout import HostPaths, RunKeys
+from taas_tasks.project import materialise
 from taas_tasks.store import ObjectStore
 from taas_tasks.values import LaunchPlan, NodeResult, StoreConfig, Value
 
@@ -118,8 +120,6 @@ class Node:
         write_json(self.files.launch_plan, self.plan.model_dump_json())
 
     def _materialise(self) -> None:
-        from taas_tasks.project import materialise
-
         materialise(self.store, self.given.project, self.given.snapshot, self.project)
         if self.plan.cell_payload is not None:
             self._fetch(self.plan.cell_payload, str(self.plan.cell_sha256), self.files.cell)
@@ -189,6 +189,7 @@ class Node:
             self.plan,
             store=self.given.store,
             node_rank=self.given.node_rank,
+            host=self.given.host,
             cache_dir=self.paths.cache,
             env=self.host_env,
         )
@@ -253,10 +254,6 @@ class Node:
 
     def _stage(self) -> None:
         if self.given.node_rank != 0:
-            return
-        try:
-            from taas_tasks.artifacts import stage
-        except ImportError:
             return
         run, generation = self.given.run, self.given.generation
         stage(self.store, self.given.project, self.given.snapshot, self.project, run=run, generation=generation)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taas.errors import RankFailed, TaasError
+from taas_tasks.delivery import read_passes
 from taas_tasks.launch.files import RankFiles, state_of_files
 from taas_tasks.values import NodeResult, RankPass, RankResult
 from taas_tasks.verdict import launch_error_of
@@ -67,9 +68,7 @@ class NodeLedger:
         )
 
     def _passes(self) -> list[RankPass]:
-        from taas_tasks.delivery import read_passes
-
-        return list(read_passes(self._files.counters_dir))
+        return read_passes(self._files.counters_dir)
 
     def _other_rank_writes(self) -> list[str]:
         """Return what other ranks wrote in their private copies: it is not kept."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from taas_tasks.delivery import install
 from taas_tasks.launch.files import EndReport, ErrorReport, RankFiles, RankSpec, write_json
 from taas_tasks.launch.guard import apply_guard
 from taas_tasks.launch.notice import WriteNotice
@@ -140,10 +141,7 @@ def _note_first_step(path: Path) -> None:
 
 
 def _run(rank: _Rank) -> None:
-    with contextlib.suppress(ImportError):
-        from taas_tasks.delivery import install
-
-        install(rank.files.context(rank.rank))
+    install(rank.files.context(rank.rank))
     if rank.spec.script is not None:
         run_script(rank.project, rank.spec.script, rank.spec.args)
         return
