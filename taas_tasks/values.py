@@ -16,7 +16,13 @@ from taas.request import TrainRequest
 class Value(BaseModel):
     """Base of all values: immutable, strict about unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        ser_json_bytes="base64",
+        val_json_bytes="base64",
+        defer_build=True,  # built at first use: a DAG file imports all of these and uses none
+    )
 
     def to_bytes(self) -> bytes:
         """Return the JSON form."""
