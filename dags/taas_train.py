@@ -12,11 +12,11 @@ from taas_tasks.airflow.operators import (
     PrepareOperator,
     ReleaseOperator,
     ReportOperator,
+    TrainOperator,
     UploadOperator,
     ValidateOperator,
 )
 from taas_tasks.airflow.task_defaults import TASK_DEFAULTS
-from taas_tasks.airflow.train_operator import TrainOperator
 
 DOC = """
 One training request, from its JSON to the files that rank 0 wrote.

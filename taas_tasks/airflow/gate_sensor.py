@@ -10,11 +10,7 @@ from typing import Any
 from airflow.sdk import BaseSensorOperator
 
 from taas.errors import PrepareError
-from taas_tasks.airflow.deployment import read_store_config
-from taas_tasks.airflow.gate_watch import GateWatch
 from taas_tasks.airflow.scope import note_start, scope_of
-from taas_tasks.airflow.triggers import GateTrigger
-from taas_tasks.store import open_store
 
 _MAX_WAIT = timedelta(days=14)
 
@@ -30,6 +26,10 @@ class GateSensor(BaseSensorOperator):
 
     def poke(self, context: Mapping[str, Any]) -> bool:
         """Look once."""
+        from taas_tasks.airflow.deployment import read_store_config
+        from taas_tasks.airflow.gate_watch import GateWatch
+        from taas_tasks.store import open_store
+
         scope = scope_of(context)
         decision = GateWatch.of_run(open_store(read_store_config()), scope.run).look()
         self.log.info("%s", decision.reason)
@@ -37,6 +37,8 @@ class GateSensor(BaseSensorOperator):
 
     def execute(self, context: Mapping[str, Any]) -> None:
         """Look once, then let the triggerer look."""
+        from taas_tasks.airflow.triggers import GateTrigger
+
         note_start(context)
         if self.poke(context):
             return

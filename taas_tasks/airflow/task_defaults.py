@@ -9,9 +9,7 @@ from typing import Any
 from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
 
 from taas.errors import TaasError
-from taas_tasks.airflow.deployment import read_store_config
 from taas_tasks.airflow.scope import scope_of
-from taas_tasks.store import open_store
 
 _DELAY = timedelta(seconds=3)
 
@@ -35,6 +33,9 @@ def retry_policy() -> ExceptionRetryPolicy:
 
 def leave_last_words(context: Mapping[str, Any]) -> None:
     """Failure callback: write why the task failed for good where ``report`` finds it."""
+    from taas_tasks.airflow.deployment import read_store_config
+    from taas_tasks.store import open_store
+
     scope = scope_of(context)
     words = getattr(context.get("exception"), "message", None) or str(context.get("exception") or "")
     if words:

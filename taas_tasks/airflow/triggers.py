@@ -96,7 +96,6 @@ class TaskTrigger(BaseTrigger):
     def undo(self) -> None:
         """Give up what the task has on hosts, as far as it is still this try's."""
 
-
     # --- what is asked of Airflow: blocking, so from threads only ---
 
     def inventory(self) -> Inventory:

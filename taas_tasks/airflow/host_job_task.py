@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from airflow.sdk import BaseOperator
 from airflow.sdk.exceptions import TaskDeferred
 from pydantic import BaseModel
 
@@ -23,6 +23,8 @@ from taas_tasks.compute.job import JobSpec, JobState
 from taas_tasks.compute.jobs import Waiting
 from taas_tasks.store import ObjectStore, open_store
 from taas_tasks.values import PlacedJob, Placement
+
+_log = logging.getLogger(__name__)
 
 _INLINE_S = 4.0
 _INLINE_LOOK_EVERY_S = 0.25
@@ -74,10 +76,11 @@ class Order:
     stopped_by_states: Sequence[str] = ("failed", "upstream_failed")
 
 
-class HostJobOperator(BaseOperator):
+class HostJobTask:
     """Runs a program on hosts of a flavor, each as one job; what it waits for, it waits for in the triggerer.
 
-    Subclasses give the ``order`` and say what comes of it (``succeeded``, ``failed``, ``stopped``).
+    One object per moment at which a worker is needed. Subclasses give the ``order`` and say what comes of it
+    (``succeeded``, ``failed``, ``stopped``).
     """
 
     _watch: JobWatch | None = None
@@ -86,7 +89,7 @@ class HostJobOperator(BaseOperator):
         """Return what is to run."""
         raise NotImplementedError
 
-    def begin(self, work: Work, placement: Placement) -> None:
+    def before_start(self, work: Work, placement: Placement) -> None:
         """Do what must be done right before the jobs of a try are started."""
 
     def succeeded(self, work: Work, placement: Placement) -> Any:
@@ -103,7 +106,7 @@ class HostJobOperator(BaseOperator):
 
     # --- the three moments at which a worker is needed ---
 
-    def execute(self, context: Mapping[str, Any]) -> Any:
+    def begin_or_go_on(self, context: Mapping[str, Any]) -> Any:
         """Go on where an earlier try left off, or begin."""
         note_start(context)
         work = Work.of(context)
@@ -111,7 +114,7 @@ class HostJobOperator(BaseOperator):
         job = _host_job(work, order)
         found, placement = job.find()
         if found in ("alive", "succeeded"):
-            self.log.info("attaching to %s, which %s", _names(placement), found)
+            _log.info("attaching to %s, which %s", _names(placement), found)
             return self._follow(work, order, job, placement)
         return self._place(work, order, job, placement)
 
@@ -147,8 +150,8 @@ class HostJobOperator(BaseOperator):
             raise JobTimeout(event["reason"])
         return self.stopped(event["reason"])
 
-    def on_kill(self) -> None:
-        """End the jobs that are ours when this worker is told to stop."""
+    def cancel(self) -> None:
+        """End the jobs that are ours, now that this worker is told to stop."""
         if self._watch is not None:
             self._watch.cancel()
 
@@ -157,7 +160,7 @@ class HostJobOperator(BaseOperator):
     def _place(self, work: Work, order: Order, job: HostJob, placement: Placement) -> Any:
         placed = job.place(placement)
         if isinstance(placed, Waiting):
-            self.log.info("%s", placed.reason)
+            _log.info("%s", placed.reason)
             trigger = HostsTrigger(
                 **work.scope.to_kwargs(),
                 num_hosts=order.num_hosts,
@@ -166,8 +169,8 @@ class HostJobOperator(BaseOperator):
                 stopped_by_states=list(order.stopped_by_states),
             )
             raise TaskDeferred(trigger=trigger, method_name="hosts_held")
-        self.log.info("starting %s", _names(placed))
-        self.begin(work, placed)
+        _log.info("starting %s", _names(placed))
+        self.before_start(work, placed)
         job.start(placed, self._spec_maker(work, order, placed))
         return self._follow(work, order, job, placed)
 
@@ -194,7 +197,7 @@ class HostJobOperator(BaseOperator):
         while True:
             look = watch.look()
             for line in watch.new_lines():
-                self.log.info("%s", line)
+                _log.info("%s", line)
             step = next_step(look, now=time.time(), deadline=float("inf"))
             if step == "ended":
                 return self._finish(work, job, placement, look)

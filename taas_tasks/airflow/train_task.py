@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from taas.errors import LaunchError, TaasError
-from taas_tasks.airflow.host_job_operator import HostJobOperator, Order, Work, hosts_of
+from taas_tasks.airflow.host_job_task import HostJobTask, Order, Work, hosts_of
 from taas_tasks.airflow.program_inputs import AgentInput, common_input
 from taas_tasks.airflow.secret_values import resolve_secrets
 from taas_tasks.compute.inventory import Host
@@ -48,7 +48,7 @@ def launch_plan(plan: Plan, pinned: PinnedRequest, *, generation: int, hosts: li
     )
 
 
-class TrainOperator(HostJobOperator):
+class TrainTask(HostJobTask):
     """Takes the gang of hosts, starts a node agent on each, and succeeds when rank 0's files are staged."""
 
     def order(self, work: Work) -> Order:
@@ -78,7 +78,7 @@ class TrainOperator(HostJobOperator):
             stopped_by_states=("failed", "upstream_failed", "skipped"),
         )
 
-    def begin(self, work: Work, placement: Placement) -> None:
+    def before_start(self, work: Work, placement: Placement) -> None:
         """Take back an earlier try's word that the run is aborted."""
         work.store.delete(work.scope.keys.abort)
 
