@@ -6,6 +6,7 @@ A client holds an Airflow token and no keys of the store: contents go up and com
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import httpx
 from taas.client_config import ClientConfig
 from taas.errors import ClientError, RequestError
 from taas.flavors import Flavor, load_flavors
-from taas.request import parse_request, request_digest
+from taas.request import PROJECT_PATTERN, PROJECT_TEXT, parse_request, request_digest
 
 DAG_ID = "taas_train"
 FINAL_STATES = ("success", "failed")
@@ -316,6 +317,8 @@ def _run_path(run_id: str) -> str:
 
 
 def _project_path(project: str) -> str:
+    if not re.fullmatch(PROJECT_PATTERN, project):
+        raise ClientError(f"got the project name '{project}'; allowed: {PROJECT_TEXT}", project=project)
     return f"/taas/projects/{quote(project, safe='')}"
 
 

@@ -84,9 +84,13 @@ def gpus_fault(flavor: Flavor, gpus: int) -> str | None:
     nearest = min(choices, key=lambda choice: abs(choice - gpus))
     allowed = ", ".join(map(str, choices))
     return (
-        f"got {gpus}; allowed on {flavor.name}: {allowed} (1, 2 or 4 hosts of {flavor.gpus} GPUs). "
+        f"got {gpus}; allowed on {flavor.name}: {allowed} (1, 2 or 4 hosts of {_gpu_word(flavor.gpus)}). "
         f"Did you mean {nearest}?"
     )
+
+
+def _gpu_word(gpus: int) -> str:
+    return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def flavor_fault(name: str, flavors: Mapping[str, Flavor] = FLAVORS) -> str | None:

@@ -48,6 +48,9 @@ MAX_TIMEOUT_S = 30 * 86400
 MAX_RESTARTS = 100
 MAX_CACHE_GB = 65536.0
 
+PROJECT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*$"
+PROJECT_TEXT = "at most 63 letters, digits, '-', '_' and single inner dots, beginning with a letter or digit"
+
 Randomness = Literal["element", "exact"]
 Remainder = Literal["pad", "drop"]
 OtherRanks = Literal["refuse", "scratch"]
@@ -166,11 +169,7 @@ class TrainRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     project: Annotated[
-        StrictStr,
-        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*$", max_length=63),
-        Allowed(
-            "a string of at most 63 letters, digits, '-', '_' and single inner dots, that begins with a letter or digit"
-        ),
+        StrictStr, Field(pattern=PROJECT_PATTERN, max_length=63), Allowed(f"a string of {PROJECT_TEXT}")
     ] = Field(
         title="Project", description="The project: its files are what runs, and what rank 0 writes.", examples=["lm"]
     )

@@ -254,6 +254,15 @@ def test_flavors_of_the_site_are_used_to_compare_requests(airflow: FakeAirflow, 
         client.trigger({**CONF, "flavor": "g3.1", "gpus": 4, "seed": 0}, run_id="a")
 
 
+@pytest.mark.parametrize("project", ["", "../other", "a/b", "a..b"])
+def test_an_impossible_project_name_is_refused_before_anything_is_sent(
+    airflow: FakeAirflow, client: Client, project: str
+) -> None:
+    with pytest.raises(ClientError, match="got the project name .*; allowed: at most 63 letters"):
+        client.project_files(project)
+    assert airflow.requests == []
+
+
 def test_a_client_shows_no_secret() -> None:
     text = repr(ClientConfig("http://x", "u", "pass-word", "to-ken"))
     assert "pass-word" not in text

@@ -148,7 +148,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**BASE, "flavor": "g2.9"}, "flavor", "unknown flavor 'g2.9'; known GPU flavors: g1.1, .* Did you mean 'g2.8'?"),
     ({**BASE, "flavor": "c1.4"}, "flavor", "'c1.4' has no GPUs; training takes one of: g1.1"),
     ({**BASE, "gpus": 24}, "gpus", "got 24; allowed on g2.8: 8, 16, 32 .1, 2 or 4 hosts of 8 GPUs.. Did you mean 16?"),
-    ({**BASE, "flavor": "g1.1"}, "gpus", r"got 8; allowed on g1.1: 1, 2, 4 .* .8 is the default."),
+    (
+        {**BASE, "flavor": "g1.1"},
+        "gpus",
+        r"got 8; allowed on g1.1: 1, 2, 4 .1, 2 or 4 hosts of 1 GPU.\. .* .8 is the default.",
+    ),
     ({**BASE, "gpus": 0}, "gpus", "got 0"),
     # what runs
     ({"project": "lm"}, "script", "got neither script nor cell"),
