@@ -470,19 +470,8 @@ def slots(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
         return {"slots": held, "tickets": table.tickets_in_order()}
 
 
-_VERBS = {
-    "start": start,
-    "state": state,
-    "log": log,
-    "renew": renew,
-    "cancel": cancel,
-    "reap": reap,
-    "tombstone": tombstone,
-    "slot_take": slot_take,
-    "slot_release": slot_release,
-    "slots": slots,
-    "forget": forget,
-}
+_FUNCTIONS = (start, state, log, renew, cancel, reap, tombstone, slot_take, slot_release, slots, forget)
+_VERBS = {function.__name__: function for function in _FUNCTIONS}
 
 
 def main(argv: list[str]) -> int:

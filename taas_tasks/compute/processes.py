@@ -198,9 +198,10 @@ def end_processes(
     *,
     grace_s: float,
     limit_s: float = float("inf"),
+    num_looks: int = 2,
     pause: Callable[[float], None] = time.sleep,
 ) -> list[Process]:
-    """TERM, after ``grace_s`` KILL, again and again until two looks in a row find none.
+    """TERM, after ``grace_s`` KILL, again and again until ``num_looks`` looks in a row find none.
 
     Returns:
         The processes that are left: those that may not be signalled (another user's), and after ``limit_s`` all.
@@ -209,7 +210,7 @@ def end_processes(
     told: set[tuple[int, int]] = set()
     forbidden: dict[tuple[int, int], Process] = {}
     num_clean, wait_s = 0, 0.01
-    while num_clean < 2:
+    while num_clean < num_looks:
         found = find()
         left = [process for process in found if process.name not in forbidden]
         num_clean = 0 if left else num_clean + 1

@@ -16,7 +16,7 @@ TICKET_S = 60.0
 
 
 class Ticket(NamedTuple):
-    """What one gives who asks for a slot: ``label`` is what others are told, ``ticket_s`` how long the place is kept."""
+    """A place in the queue: ``label`` is what others are told, ``ticket_s`` for how long it is kept."""
 
     owner: str
     label: str

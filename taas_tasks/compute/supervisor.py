@@ -96,7 +96,8 @@ class Supervisor:
         else:
             grace_s = min(grace_s, LEFTOVER_GRACE_S)
         self.kill_at = ps.now_s() + grace_s
-        end = partial(ps.end_processes, self.find, grace_s=grace_s, pause=self.pause)
+        # One look is enough: without children, a subreaper has no descendants either.
+        end = partial(ps.end_processes, self.find, grace_s=grace_s, num_looks=1, pause=self.pause)
         while not self.stubbornly(end):
             time.sleep(TICK_S)
         self.finish()
