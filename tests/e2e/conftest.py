@@ -1,0 +1,37 @@
+"""The real stack for the end-to-end tests: S3, PostgreSQL and Airflow's four processes, below one temporary folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taas_tasks.stack import Stack
+from tests.e2e.runs import Runs
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The whole stack, once for the session; it ends with this process, in whatever way that ends.
+
+    ``TAAS_TEST_STACK`` names the folder of one that is up already, for whoever writes tests.
+    """
+    if folder := os.environ.get("TAAS_TEST_STACK"):
+        yield Stack(Path(folder), hosts_gpu=2, hosts_cpu=2)
+        return
+    root = tmp_path_factory.mktemp("stack")
+    for folder in (root, *list(root.parents)[:2]):
+        folder.chmod(folder.stat().st_mode | 0o011)  # PostgreSQL runs as another user when we are root
+    stack = Stack(root, hosts_gpu=2, hosts_cpu=2, supervise=True)
+    stack.up()
+    yield stack
+    stack.down()
+
+
+@pytest.fixture(scope="session")
+def runs(stack: Stack) -> Iterator[Runs]:
+    """What the tests do with runs on the stack."""
+    with Runs(stack) as found:
+        yield found
