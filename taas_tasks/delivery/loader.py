@@ -124,10 +124,9 @@ class DeliveredLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin a pass; one that is under way is left.
 
-        Raises:
-            DeliveryError: there are several ranks and no process group, or one of another size.
+        Its first element raises DeliveryError where there are several ranks and no process group of that size. (Here
+        the error would be hidden by one that Lightning raises while it cleans up after an ``iter`` that failed.)
         """
-        self._taas_check_group()
         before = self._taas_open() if self._taas_open else None
         if before is not None:
             before.leave()
@@ -173,7 +172,7 @@ class DeliveredLoader(DataLoader[Any]):
             raise DeliveryError(
                 f"loader '{self.name}' is delivered to {delivery.world_size} ranks, but {found}; call "
                 "torch.distributed.init_process_group(backend='nccl', init_method='env://') before iterating, or give "
-                f"Lightning's Trainer strategy='ddp', accelerator='auto', devices='auto' and num_nodes",
+                "Lightning's Trainer strategy='ddp', accelerator='auto', devices='auto' and num_nodes",
                 world_size=delivery.world_size,
                 group_size=size,
             )
@@ -296,6 +295,7 @@ class _Pass:
 
     def _start(self) -> None:
         loader, delivery = self._loader, self._loader._taas_delivery
+        loader._taas_check_group()
         self._started = True
         loader._taas_left_at = None
         self._shape = shape = loader._taas_shape()

@@ -227,7 +227,7 @@ def test_without_a_process_group_of_all_ranks_it_refuses_to_iterate(
         loader = host.loader(0, group_size=lambda: size)
         assert len(loader) == 2
         with pytest.raises(DeliveryError, match=rf"delivered to 4 ranks, but {found}.*init_process_group"):
-            iter(loader)
+            next(iter(loader))
 
 
 def test_writing_in_place_is_seen_by_no_other_rank_and_no_later_pass(store: MemoryStore, tmp_path: Path) -> None:
