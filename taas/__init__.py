@@ -1,7 +1,8 @@
 """Distributed training as a service: what a notebook or a script of a project uses.
 
 ``register`` a DataLoader, ``submit`` a request and follow the ``Run`` that it gives; in the script that runs,
-``loader`` gives the delivered loader and ``log`` keeps metrics. Importing this is light: the rest comes on first use.
+``loader`` gives the delivered loader, ``log`` keeps metrics and ``checkpoint`` states. Importing this is light: the
+rest comes on first use.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from taas.errors import (
 )
 
 if TYPE_CHECKING:
+    from taas.checkpoints import checkpoint
     from taas.context import loader, log
     from taas.registry import register, unregister, unregistered
     from taas.run import attach, runs, submit
 
 _LAZY = {
+    "checkpoint": "taas.checkpoints",
     "register": "taas.registry",
     "unregister": "taas.registry",
     "unregistered": "taas.registry",
@@ -80,6 +83,7 @@ __all__ = [
     "StoreUnavailable",
     "TaasError",
     "attach",
+    "checkpoint",
     "loader",
     "log",
     "register",

@@ -258,7 +258,7 @@ def test_flavors_of_the_site_are_used_to_compare_requests(airflow: FakeAirflow, 
 def test_an_impossible_project_name_is_refused_before_anything_is_sent(
     airflow: FakeAirflow, client: Client, project: str
 ) -> None:
-    with pytest.raises(ClientError, match="got the project name .*; allowed: at most 63 letters"):
+    with pytest.raises(ClientError, match=r"got the project name .*; allowed: at most 63 letters"):
         client.project_files(project)
     assert airflow.requests == []
 

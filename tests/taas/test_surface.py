@@ -11,7 +11,7 @@ import pytest
 import taas
 from taas import errors
 
-FUNCTIONS = ["attach", "loader", "log", "register", "runs", "submit", "unregister", "unregistered"]
+FUNCTIONS = ["attach", "checkpoint", "loader", "log", "register", "runs", "submit", "unregister", "unregistered"]
 HEAVY = ["airflow", "taas_tasks", "torch", "numpy", "pydantic", "httpx", "cloudpickle", "packaging"]
 
 
@@ -52,7 +52,7 @@ def imported_by(code: str) -> list[str]:
     [
         ("import taas", []),
         ("import taas.cli", []),
-        ("import taas; taas.register; taas.loader; taas.log", []),
+        ("import taas; taas.register; taas.loader; taas.log; taas.checkpoint", []),
         ("import taas.request", ["pydantic", "packaging"]),
         ("import taas.run", ["pydantic", "packaging", "httpx"]),
     ],
