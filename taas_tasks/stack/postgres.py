@@ -12,6 +12,7 @@ import os
 import pwd
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def choose_folder(root: Path) -> Path:
     if unprivileged_user() is None or is_open_to_others(root):
         return root / "postgres"
     name = hashlib.sha256(str(root).encode()).hexdigest()[:10]
-    return Path(tempfile.gettempdir()) / f"taas-{os.geteuid()}-{name}" / "postgres"
+    return Path(tempfile.gettempdir()) / f"taas-{os.geteuid()}-{name}"
 
 
 def is_open_to_others(path: Path) -> bool:
@@ -96,7 +97,8 @@ def initialise(server: PostgresServer, password: str) -> None:
 
 def _make_folders(server: PostgresServer) -> None:
     server.folder.mkdir(parents=True, exist_ok=True)
-    if server.folder.stat().st_uid != os.geteuid():
+    about = server.folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         raise TaasError(f"{server.folder} belongs to another user: remove it, or choose another --root")
     server.folder.chmod(0o711)
     shutil.rmtree(server.data, ignore_errors=True)  # of an initdb that was cut short
