@@ -10,6 +10,7 @@ import multiprocessing.forkserver as forkserver
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -61,6 +62,20 @@ def stop() -> None:
             os.kill(running, signal.SIGKILL)
         server: Any = forkserver._forkserver
         server._stop()
+
+
+def stop_resource_tracker(*, grace_s: float = 2.0) -> None:
+    """End multiprocessing's tracker; it removes shared memory that killed ranks have left, so it gets a moment."""
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is None:
+        return
+    os.close(tracker._fd)
+    found, tracker._fd, tracker._pid = tracker._pid, None, None
+    deadline = time.monotonic() + grace_s
+    while os.waitpid(found, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(found, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -297,6 +297,7 @@ class Node:
         told = end_marked(self.mark)
         if told:
             _log.warning("ended %d process(es) that the ranks had left behind: %s", len(told), told)
+        forkserver.stop_resource_tracker()
         if self.merger is not None:
             self.merger.stop()
             self.merger = None

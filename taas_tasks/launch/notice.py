@@ -76,5 +76,8 @@ class WriteNotice:
         if not isinstance(path, str | bytes | os.PathLike):
             return None  # a descriptor: it was opened before
         name = Path(os.fsdecode(path))
-        full = name.parent.resolve() / name.name  # a link is itself what would be replaced or removed
+        try:
+            full = name.parent.resolve() / name.name  # a link is itself what would be replaced or removed
+        except OSError:
+            return None  # no folder to resolve from: the call itself will say so
         return str(full.relative_to(self.project)) if full.is_relative_to(self.project) else None

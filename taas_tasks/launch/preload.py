@@ -34,8 +34,8 @@ def _preload(names: list[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception:  # the script's own import will raise it where its user can see it
-            _log.warning("could not preload %s", name, exc_info=True)
+        except Exception:  # noqa: BLE001  # the script's own import will raise it where its user can see it
+            _log.exception("could not preload %s", name)
 
 
 _preload([*_ALWAYS, *(name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name)])

@@ -111,6 +111,9 @@ def _guard(rank: _Rank) -> None:
         rank.project = rank.files.private_project(rank.rank)
     if rank.spec.guard is not None:
         apply_guard(rank.spec.guard, shared)
+        if rank.spec.guard == "landlock":
+            # Nothing can be created directly in a folder on the path to the project, which may be the temporary one.
+            os.environ["TMPDIR"] = str(rank.files.scratch / "tmp")
         rank.notice = WriteNotice(rank.rank, shared)
         rank.notice.install()
 
