@@ -100,7 +100,7 @@ def flavor_fault(name: str, flavors: Mapping[str, Flavor] = FLAVORS) -> str | No
     if name not in flavors:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        return f"unknown flavor '{name}'; known GPU flavors: {listed}.{hint}"
+        return f"unknown flavor {name!r}; known GPU flavors: {listed}.{hint}"
     if not flavors[name].is_gpu:
         return (
             f"flavor '{name}' has no GPUs; training takes one of: {listed}. "

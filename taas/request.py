@@ -346,6 +346,8 @@ def conf_from_json(text: str | bytes) -> Any:
         raise request_error([Fault("", message)]) from None
     except UnicodeDecodeError:
         raise request_error([Fault("", "not valid JSON: the text is not in UTF-8")]) from None
+    except (ValueError, RecursionError) as error:  # an endless number, or brackets without end
+        raise request_error([Fault("", f"not a request: {str(error).partition(';')[0]}")]) from None
 
 
 def request_digest(request: TrainRequest) -> str:

@@ -53,8 +53,10 @@ def show(value: Any) -> str:
     """Return a value as the user wrote it (JSON), cut when long."""
     try:
         text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = repr(value)
+    except (TypeError, ValueError, RecursionError):
+        return type_name(value)
+    if not text.isprintable():
+        text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
@@ -97,7 +99,7 @@ def _mend(value: Any, text: str, allowed: Allowed) -> str:
     if type(value) is float and text.startswith("an integer") and value.is_integer():
         return f" Write {int(value)}"
     if type(value) in (int, float, bool) and text.startswith("a string") and not allowed.secret:
-        return f" Write {json.dumps(json.dumps(value))}"
+        return f" Write {json.dumps(show(value))}"
     return ""
 
 
@@ -111,6 +113,11 @@ def _is_number(text: str) -> bool:
 
 def request_error(faults: Sequence[Fault]) -> RequestError:
     """Return the error that carries all faults: one line each in the message, and as ``fields["faults"]``."""
-    lines = [f"{fault.field}: {fault.message}" if fault.field else fault.message for fault in faults]
-    listed = [{"field": fault.field, "message": fault.message} for fault in faults]
+    listed = [{"field": _printable(fault.field), "message": _printable(fault.message)} for fault in faults]
+    lines = [f"{fault['field']}: {fault['message']}" if fault["field"] else fault["message"] for fault in listed]
     return RequestError("\n".join(lines), faults=listed)
+
+
+def _printable(text: str) -> str:
+    """Return a text that fits one line of any terminal: names that the user made up may hold anything."""
+    return text if text.isprintable() else json.dumps(text)[1:-1].replace('\\"', '"')

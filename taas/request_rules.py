@@ -34,6 +34,7 @@ RESERVED_ENV = frozenset(
     ]
 )
 RESERVED_PREFIXES = ("TAAS_", "TORCHELASTIC_")
+_DEEPEST = 4
 _REFERENCE = re.compile(r"(?:conn|var):taas/(?P<project>[^/]+)/(?P<name>[A-Za-z0-9_.-]+)")
 
 
@@ -93,6 +94,8 @@ def _text_faults(draft: Draft) -> Iterator[Fault]:
 def _walk(loc: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
     if isinstance(value, str):
         yield loc, value
+    elif len(loc) >= _DEEPEST:  # nothing in a request is that deep: it is a fault of another kind
+        return
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _walk((*loc, str(key)), item)
@@ -301,7 +304,7 @@ def _secret_references(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"secrets.{name}", f"got {got}; {allowed}")
         elif project is not None and match["project"] != project:
             yield Fault(
-                f"secrets.{name}", f"got a secret of project '{match['project']}'; {allowed} (the run's own project)"
+                f"secrets.{name}", f"got a secret of project {match['project']!r}; {allowed} (the run's own project)"
             )
 
 

@@ -26,6 +26,7 @@ from taas.request import (
 
 SHA256 = "9f86d08" + "0" * 57
 BASE: dict[str, Any] = {"project": "lm", "script": "train.py"}
+SCHEMA = jsonschema.Draft202012Validator(request_schema())
 DATA: dict[str, Any] = {**BASE, "cpus": 1, "units": 100, "loaders": {"data_loader": "data.py:make_loader"}}
 
 
@@ -346,6 +347,8 @@ def test_a_request_cannot_be_changed() -> None:
         (b'{"project": "\xff"}', "not in UTF-8"),
         ("", "not valid JSON"),
         ("[1]", "got a list"),
+        ('{"seed": ' + "9" * 5000 + "}", "not a request: Exceeds the limit"),
+        ("[" * 100_000, "not a request: maximum recursion depth"),
     ],
 )
 def test_a_bad_json_text_is_told_with_the_place(text: str | bytes, message: str) -> None:
@@ -356,6 +359,40 @@ def test_a_bad_json_text_is_told_with_the_place(text: str | bytes, message: str)
 def test_a_json_text_is_parsed() -> None:
     assert request_from_json(json.dumps(DATA)) == parse_request(DATA)
     assert conf_from_json(b"[1, 2]") == [1, 2]
+
+
+# Anything at all
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+ANY_FIELD = st.sampled_from([*TrainRequest.model_fields, "projct"])
+ANY_VALUE = JSON | st.sampled_from(["g2.8", "../x", "a\nb", "\ud800", "data.py:x", "var:taas/\n/x", 10**5000, -1, 8])
+ITEMS = st.dictionaries(st.text(max_size=5) | st.sampled_from(["RANK", "A\nB", "\ud800"]), ANY_VALUE, max_size=2)
+
+
+@given(
+    st.dictionaries(ANY_FIELD | st.text(max_size=5), ANY_VALUE | ITEMS | st.lists(ANY_VALUE, max_size=2), max_size=6)
+)
+def test_any_conf_at_all_parses_or_is_told_in_lines_that_can_be_written(conf: dict[str, Any]) -> None:
+    try:
+        parse_request(conf)
+    except RequestError as error:
+        assert len(error.message.split("\n")) == len(error.fields["faults"]) > 0
+        assert error.message.isprintable() or "\n" in error.message
+        json.dumps(error.to_dict(), ensure_ascii=False).encode()
+
+
+def test_a_value_nested_without_end_is_a_fault_not_a_crash() -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert fault({**BASE, "args": [deep]}) == ("args[0]", "got a list (a list); allowed: a string")
+    assert fault({**BASE, "x": deep})[0] == "x"
+    while deep:
+        deep = deep.pop()
 
 
 # Round trips
@@ -418,7 +455,7 @@ def test_a_request_is_the_same_after_every_round_trip(conf: dict[str, Any]) -> N
 
 @given(confs())
 def test_what_parses_fits_the_schema(conf: dict[str, Any]) -> None:
-    jsonschema.Draft202012Validator(request_schema()).validate(conf)
+    SCHEMA.validate(conf)
 
 
 def test_the_digest_does_not_depend_on_how_the_request_is_written() -> None:
