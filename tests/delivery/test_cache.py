@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from taas.errors import DeliveryError, StoreUnavailable
+from taas_tasks.delivery.cache import fetch_part
+from taas_tasks.delivery.parts import Segment, lay_out
+from taas_tasks.store.memory import MemoryStore
+from tests.delivery.support import Prepared
+
+LANES = 0x00FF00FF
+
+
+def prepared() -> tuple[MemoryStore, Segment]:
+    store = MemoryStore()
+    one = Prepared(store, units=64, length=64)
+    return store, Segment.of(one.commit(0, 2))
+
+
+def fetch(store: MemoryStore, segment: Segment, folder: Path, pause: Callable[[float], None] = lambda _: None) -> int:
+    layout = lay_out(segment, LANES)
+    return fetch_part(store, segment, LANES, layout, cache_dir=folder, host="h1", pause=pause)
+
+
+def test_a_part_is_a_file_without_a_name_that_holds_schema_and_lanes(tmp_path: Path) -> None:
+    store, segment = prepared()
+    file = fetch(store, segment, tmp_path)
+    try:
+        assert not list(tmp_path.iterdir())
+        assert zlib.crc32(os.pread(file, segment.schema_length, 0)) == segment.schema_crc32
+        for one, (lane, place, length) in zip(segment.lanes(LANES), lay_out(segment, LANES).lanes, strict=True):
+            assert lane == one.lane and zlib.crc32(os.pread(file, length, place)) == one.crc32
+    finally:
+        os.close(file)
+
+
+def test_wrong_bytes_are_fetched_three_times_with_growing_pauses(tmp_path: Path) -> None:
+    store, segment = prepared()
+    store.put(segment.key, b"\0" * len(store.get(segment.key)))
+    pauses: list[float] = []
+    with pytest.raises(DeliveryError, match=r"segment 2 of epoch 0 .*host h1: the schema has checksum") as caught:
+        fetch(store, segment, tmp_path, pauses.append)
+    assert pauses == [0.2, 0.4]
+    assert caught.value.fields["key"] == segment.key
+
+
+def test_an_object_that_is_too_short_is_called_changed(tmp_path: Path) -> None:
+    store, segment = prepared()
+    store.put(segment.key, store.get(segment.key)[:1000])
+    with pytest.raises(DeliveryError, match="changed or removed since: prepare it again"):
+        fetch(store, segment, tmp_path)
+
+
+def test_trouble_of_the_store_passes_through_and_leaves_no_file_open(tmp_path: Path) -> None:
+    class Down(MemoryStore):
+        def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+            raise StoreUnavailable("no answer")
+
+    _, segment = prepared()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(StoreUnavailable):
+        fetch(Down(), segment, tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_full_disk_is_an_error_that_names_the_host_and_the_bytes() -> None:
+    from taas_tasks.delivery.cache import _new_file
+
+    with pytest.raises(DeliveryError, match=r"host h1 cannot allocate 4611686018427387904 bytes of cache in /dev/shm"):
+        _new_file(Path("/dev/shm"), 2**62, host="h1")
