@@ -181,10 +181,12 @@ def choose_sizes(inspection: Inspection, *, units: int, machines: int, cache_byt
     in_epoch = min(units, inspection.epoch_length or units)
     largest_bytes = max(_TARGET_BYTES, min(_HARD_BYTES, units * element_bytes / _MAX_SEGMENTS))
     largest = _down_to_grain(min(largest_bytes, cache_bytes / 8) / element_bytes)
-    share = in_epoch / machines if in_epoch * 4 > units else in_epoch  # many short epochs are shared epoch by epoch
-    first = min(LANES, largest, _down_to_grain(share))
-    # a largest segment of more than a quarter of a machine's share leaves the machines unevenly busy at the end
-    largest = max(first, min(largest, _down_to_grain(max(share / 4, first))))
+    first = min(LANES, largest)
+    if machines > 1 and in_epoch * 4 > units:  # many short epochs are shared epoch by epoch, few long ones within
+        share = in_epoch / machines
+        first = min(first, _down_to_grain(share))
+        # a largest segment of more than a quarter of a machine's share leaves the machines unevenly busy at the end
+        largest = max(first, min(largest, _down_to_grain(max(share / 4, first))))
     return SegmentSizes(first=first, largest=largest, machines=machines)
 
 
