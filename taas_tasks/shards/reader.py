@@ -49,7 +49,7 @@ def read_schema(data: bytes | memoryview, *, allow_pickle: bool = False) -> Shar
     """
     try:
         arrow = pa.ipc.read_schema(pa.py_buffer(data))
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowInvalid, OSError, EOFError) as error:
         raise ObjectCorrupt(f"a shard does not begin with an Arrow schema message: {error}") from error
     meta = arrow.metadata or {}
     version = meta.get(FORMAT_KEY, b"none").decode(errors="replace")
@@ -111,7 +111,7 @@ def read_lane(buffer: Any, schema: ShardSchema, *, crc32: int | None = None) -> 
     whole = pa.py_buffer(data)
     try:
         batch = pa.ipc.read_record_batch(whole, schema.arrow)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowInvalid, OSError, EOFError) as error:
         raise ObjectCorrupt(f"a lane is no record batch of its shard's schema: {error}") from error
     columns = iter(batch.columns)
     indices = next(columns)
