@@ -27,8 +27,9 @@ from taas_tasks.stack import Stack
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "var" / "demo"
+STDLIB = Path(sysconfig.get_path("stdlib"))
 MIN_BYTES = 2_000
-NUM_SOURCES = 256
+NUM_SOURCES = 640
 SOURCE_PREFIX = "demo-data/stdlib/"
 
 
@@ -39,8 +40,7 @@ def say(text: str = "") -> None:
 
 def source_files() -> list[Path]:
     """Return files of the standard library's own source: every machine has them."""
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    found = sorted(path for path in stdlib.rglob("*.py") if "site-packages" not in path.parts)
+    found = sorted(path for path in STDLIB.rglob("*.py") if "site-packages" not in path.parts)
     return [path for path in found if path.stat().st_size >= MIN_BYTES][:NUM_SOURCES]
 
 
@@ -55,7 +55,9 @@ def put_sources(stack: Stack) -> None:
         region_name=config.region,
     )
     for path in source_files():
-        client.put_object(Bucket=config.bucket, Key=SOURCE_PREFIX + path.name, Body=path.read_bytes())
+        client.put_object(
+            Bucket=config.bucket, Key=f"{SOURCE_PREFIX}{path.relative_to(STDLIB)}", Body=path.read_bytes()
+        )
 
 
 @contextlib.contextmanager
@@ -131,7 +133,6 @@ def main() -> int:
     username, password = stack.login
     config = ClientConfig(url=stack.url, username=username, password=password)
     put_sources(stack)
-    reports = []
     with Client(config) as client, slow_bucket(stack, latency_ms=20) as url:
         set_variable(config, "taas/bytes-lm/source_secret", url)
         reports = [run_request(name, client=client) for name in ("bytes_lm", "digits")]

@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import taas
 
+PASSES = 6
+
 
 class BytesLM(nn.Module):
     """Bytes in, logits of the next byte out: int64 ``[batch, time]`` to float32 ``[batch, time, 256]``."""
@@ -34,7 +36,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     data_loader = taas.loader("data_loader")
-    for step, batch in enumerate(data_loader):
+    batches = (batch for _ in range(PASSES) for batch in data_loader)
+    for step, batch in enumerate(batches):
         text = batch.long()
         loss = cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
         optimizer.zero_grad()
@@ -44,7 +47,7 @@ def main() -> None:
         dist.all_reduce(mean)
         losses.append(mean.item() / world_size)
         if rank == 0 and step % 10 == 0:
-            print(f"step {step:4d} of {len(data_loader)}  loss {losses[-1]:.3f}", flush=True)
+            print(f"step {step:4d}  loss {losses[-1]:.3f}", flush=True)
         taas.log(step=step, loss=losses[-1])
     if rank == 0:
         torch.save(model.module.state_dict(), "bytes_lm.pt")
