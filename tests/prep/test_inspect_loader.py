@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from taas.errors import ElementError, LoaderError
+from taas_tasks.prep.inspect_loader import inspect_loader
+from taas_tasks.store.memory import MemoryStore
+from taas_tasks.values import Inspection
+from tests.prep import cases
+
+
+def inspected(make: Callable[[], DataLoader[Any]], *, units: int = 50, store: Any = None, **more: Any) -> Inspection:
+    values: dict[str, Any] = {"seed": 0, "randomness": "element", "allow_pickle": False} | more
+    return inspect_loader(make, producer=cases.producer(0), store=store or MemoryStore(), units=units, **values)
+
+
+def test_a_map_style_loader_is_measured_and_its_order_is_a_recipe() -> None:
+    found = inspected(lambda: DataLoader(cases.Squares(100), batch_size=4, shuffle=True))
+    assert (found.kind, found.order, found.epoch_length, found.claimed_length) == ("map", "recipe", 25, 25)
+    assert (found.num_loader_workers, found.batch_size, found.sampled_elements) == (0, 4, 16)
+    assert found.warnings == []
+    assert found.element_seconds > 0
+    assert found.versions.torch == torch.__version__
+    assert set(found.versions.packages) == {"numpy", "pyarrow", "cloudpickle"}
+    assert Inspection.model_validate_json(found.to_bytes()) == found
+
+
+def test_the_bytes_of_an_element_are_measured_without_what_a_shard_costs_by_itself() -> None:
+    found = inspected(lambda: DataLoader(Wide(100), batch_size=2))
+    assert 2 * 4000 <= found.element_bytes <= 2 * 4000 + 200
+
+
+class Wide(cases.Squares):
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1000,), index, dtype=torch.float32)
+
+
+def test_a_sampler_of_the_users_is_written_and_its_claim_is_checked() -> None:
+    store = MemoryStore()
+    found = inspected(lambda: cases.MAP_LOADERS["a sampler of the user's"](20), store=store)
+    assert (found.order, found.epoch_length, found.order_num_epochs) == ("chunks", 10, 5)
+    assert len(list(store.list(f"runs/{cases.RUN}/order/data/"))) == 5
+    assert found.warnings == ["len() claims 12 elements, an iteration yields 10; what it yields counts"]
+
+
+def test_epochs_that_differ_are_listed() -> None:
+    found = inspected(lambda: cases.MAP_LOADERS["epochs that differ"](20), units=40)
+    assert (found.epoch_length, found.epoch_lengths) == (None, [20, 13, 6, 1])
+
+
+def test_an_infinite_sampler_has_one_epoch_of_the_units() -> None:
+    found = inspected(lambda: cases.MAP_LOADERS["an infinite sampler"](20), units=40)
+    assert (found.epoch_length, found.order_num_epochs) == (40, 1)
+
+
+def test_an_iterable_is_sequential_and_its_length_is_not_known() -> None:
+    found = inspected(lambda: DataLoader(cases.Numbers(30, draws=True), batch_size=2, num_workers=1))
+    assert (found.kind, found.order, found.epoch_length) == ("iterable", "sequential", None)
+    assert found.warnings == []
+
+
+def test_exact_is_sequential_and_says_so() -> None:
+    found = inspected(lambda: DataLoader(cases.Noisy(30)), randomness="exact")
+    assert (found.kind, found.order) == ("map", "sequential")
+    assert any("read in sequence by one machine" in text for text in found.warnings)
+
+
+def test_values_seeded_per_element_are_equal_in_two_processes() -> None:
+    assert inspected(lambda: DataLoader(cases.Noisy(30), num_workers=2)).warnings == []
+
+
+class ByProcess(cases.Squares):
+    """Gives another value in every process."""
+
+    def __getitem__(self, index: int) -> Any:
+        return os.getpid()
+
+
+class ByCall(cases.Squares):
+    """Gives another value at every call."""
+
+    calls = itertools.count()
+
+    def __getitem__(self, index: int) -> Any:
+        return next(self.calls)
+
+
+class Counter(cases.Numbers):
+    calls = itertools.count()
+
+    def __iter__(self) -> Any:
+        return iter([next(self.calls)] * 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: DataLoader(ByProcess(30)), 'ask for randomness "exact"'),
+        (lambda: DataLoader(ByCall(30)), 'ask for randomness "exact"'),
+        (lambda: DataLoader(Counter(5)), 'ask for randomness "exact"'),
+    ],
+)
+def test_elements_that_differ_when_loaded_again_are_warned_of(make: Callable[[], DataLoader[Any]], advice: str) -> None:
+    (warning,) = inspected(make).warnings
+    assert warning.startswith("the same elements loaded twice differ")
+    assert advice in warning
+
+
+class Odd(cases.Squares):
+    def __getitem__(self, index: int) -> Any:
+        return {"ok": 1, "bad": {1, 2}}
+
+
+def test_what_fits_no_column_is_refused_with_its_path_or_pickled_and_told() -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Odd(5), batch_size=None)
+
+    with pytest.raises(ElementError, match=r"loader 'data': element\['bad'\]"):
+        inspected(make)
+    (warning,) = inspected(make, allow_pickle=True).warnings
+    assert warning == "stored pickled, which is slow and runs code where it is read: element['bad']"
+
+
+@pytest.mark.parametrize("make", [lambda: DataLoader([]), lambda: DataLoader(cases.Numbers(0))])
+def test_a_loader_that_yields_nothing_is_an_error(make: Callable[[], DataLoader[Any]]) -> None:
+    with pytest.raises(LoaderError, match="loader 'data' yields nothing"):
+        inspected(make)
+
+
+class Broken(cases.Squares):
+    def __getitem__(self, index: int) -> Any:
+        raise ValueError("no picture")
+
+
+def test_an_exception_of_the_dataset_names_the_element() -> None:
+    with pytest.raises(LoaderError, match="raised ValueError: no picture at element 0 of epoch 0"):
+        inspected(lambda: DataLoader(Broken(5)))
+
+
+class BrokenInWorker(cases.Squares):
+    def __getitem__(self, index: int) -> Any:
+        if torch.utils.data.get_worker_info() is not None:
+            raise ValueError("only here")
+        return index
+
+
+def test_a_loader_without_workers_need_not_work_in_them() -> None:
+    (warning,) = inspected(lambda: DataLoader(BrokenInWorker(5))).warnings
+    assert warning.startswith("loading the same elements in a second process failed")
+    with pytest.raises(LoaderError, match="only here"):
+        inspected(lambda: DataLoader(BrokenInWorker(5), num_workers=1))
