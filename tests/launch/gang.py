@@ -33,11 +33,11 @@ class Gang:
     nproc: int = 2
     plan: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    run: str = run_key("test")
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.store = open_store(self.config)
-        self.run = run_key("test")
         self.snapshot = commit(
             self.store, "demo", {name: textwrap.dedent(text).encode() for name, text in self.files.items()}, author="t"
         ).snapshot
@@ -99,7 +99,7 @@ class Gang:
             agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env)
         self.agents.append(agent)
 
-    def wait(self, timeout_s: float = 60) -> LaunchResult:
+    def wait(self, timeout_s: float = 150) -> LaunchResult:
         deadline = time.monotonic() + timeout_s
         for agent in self.agents:
             try:
@@ -126,7 +126,7 @@ class Gang:
                 parts.append(f"--- {path.parent.name}/{name}\n{path.read_text() if path.exists() else ''}")
         return "\n".join(parts)[-12000:]
 
-    def wait_for(self, text: str, node_rank: int = 0, timeout_s: float = 40) -> None:
+    def wait_for(self, text: str, node_rank: int = 0, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while text not in self.out(node_rank):
             assert time.monotonic() < deadline, f"{text!r} did not appear:\n{self.all_output()}"

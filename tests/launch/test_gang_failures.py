@@ -58,7 +58,7 @@ def test_exception_on_another_node_ends_the_gang_and_is_the_verdict(make_gang: M
 
 def test_ranks_that_leave_without_an_exception_are_told_apart(make_gang: MakeGang) -> None:
     gang = make_gang(BUSY, nproc=4, plan={"args": ["all", "-1"]})
-    nodes = gang.wait(timeout_s=40).nodes
+    nodes = gang.wait().nodes
     by_rank = {rank.rank: rank for rank in nodes[0].ranks}
     assert [(by_rank[rank].error_class, by_rank[rank].exit_code, by_rank[rank].signal) for rank in range(4)] == [
         ("user error", 3, None),
@@ -144,7 +144,7 @@ def test_abort_object_stops_the_training(make_gang: MakeGang) -> None:
     gang = make_gang(BUSY, nproc=1, plan={"args": ["sleep", "0"]})
     gang.wait_for("ready")
     gang.store.put_if_absent(f"runs/{gang.run}/abort", b"prepare failed for good")
-    gang.wait(timeout_s=20)
+    gang.wait()
     assert gang.outcome()["error"]["type"] == "RunCancelled"
     assert "prepare failed for good" in gang.outcome()["error"]["message"]
 
@@ -166,7 +166,7 @@ def test_restart_gives_the_same_ranks_and_trains_to_the_end(make_gang: MakeGang,
         print(f"sum={int(ones)} rank={rank}")
     """
     gang = make_gang(script, nnodes=2, nproc=1, plan={"max_restarts": 1}, env={"MARKS": str(tmp_path)})
-    result = gang.wait(timeout_s=60)
+    result = gang.wait()
     assert result.ok, gang.all_output()
     assert "[host-0 r0] sum=4 rank=0" in gang.out(0)
     assert "[host-1 r1] sum=4 rank=1" in gang.out(1)
