@@ -43,6 +43,7 @@ from taas.request_faults import (
 from taas.request_rules import Draft, rule_faults
 
 MAX_UNITS = 10**12
+MAX_GPUS = 4096  # of any flavor; the flavor itself says which numbers
 MAX_SEED = 2**53 - 1  # larger integers do not survive the browser
 MAX_TIMEOUT_S = 30 * 86400
 MAX_RESTARTS = 100
@@ -191,7 +192,9 @@ class TrainRequest(BaseModel):
     flavor: Annotated[StrictStr, Allowed("a string: the name of a GPU flavor")] = Field(
         "g2.8", title="Flavor", description="Machine configuration that the training runs on.", examples=["g2.8"]
     )
-    gpus: Annotated[StrictInt, Field(ge=1), Allowed("an integer: the GPUs of 1, 2 or 4 hosts of the flavor")] = Field(
+    gpus: Annotated[
+        StrictInt, Field(ge=1, le=MAX_GPUS), Allowed("an integer: the GPUs of 1, 2 or 4 hosts of the flavor")
+    ] = Field(
         8,
         title="GPUs",
         description="GPUs in all, one rank each: those of 1, 2 or 4 hosts (8, 16 or 32 on g2.8).",
