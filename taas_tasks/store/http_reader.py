@@ -19,7 +19,7 @@ from taas.errors import ObjectCorrupt, StoreError, StoreRefused, StoreUnavailabl
 from taas_tasks.store.answers import RETRIED_STATUS, Retries, code_of, error_for
 from taas_tasks.store.connections import TROUBLE, Connections, Exchange, Target
 
-_CHUNK_BYTES = 1 << 20
+_PIECE_BYTES = 4 << 20
 
 Take = Callable[[http.client.HTTPResponse, int], int]  # reads a body on from an offset, returns the bytes gained
 
@@ -76,20 +76,27 @@ class HttpReader:
         view = buffer.cast("B")
         self._read_range(key, start, len(view), lambda response, done: _fill(response, view[done:]), etag=None)
 
+    def read_range(self, key: str, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop)."""
+        parts: list[bytes] = []
+        self._read_range(key, start, stop - start, lambda response, _: _each(response, parts.append), etag=None)
+        return b"".join(parts)
+
     def read_whole(self, key: str) -> bytes:
         """Return the whole object."""
-        body = self._open(key, {})
-        view = memoryview(bytearray(body.num_bytes))
-        done = self._take(body, lambda response, _: _fill(response, view), 0)
-        rest = view[done:]
-        self._read_range(key, done, len(rest), lambda again, more: _fill(again, rest[more:]), etag=body.etag)
-        return bytes(view)
+        parts: list[bytes] = []
+        self._read_all(key, parts.append)
+        return b"".join(parts)
 
     def copy_to(self, key: str, file: BinaryIO) -> None:
         """Write the whole object to ``file``, in pieces."""
+        self._read_all(key, file.write)
+
+    def _read_all(self, key: str, use: Callable[[bytes], object]) -> None:
         body = self._open(key, {})
-        done = self._take(body, lambda response, _: _copy(response, file), 0)
-        self._read_range(key, done, body.num_bytes - done, lambda again, _: _copy(again, file), etag=body.etag)
+        done = self._take(body, lambda response, _: _each(response, use), 0)
+        rest = body.num_bytes - done
+        self._read_range(key, done, rest, lambda response, _: _each(response, use), etag=body.etag)
 
     def _read_range(self, key: str, start: int, num_bytes: int, take: Take, *, etag: str | None) -> None:
         """Take [start, start + num_bytes) by as many requests as the connection's cuts need."""
@@ -182,7 +189,8 @@ def _fill(response: http.client.HTTPResponse, view: memoryview) -> int:
     filled = 0
     while filled < len(view):
         try:
-            gained = response.readinto(view[filled:])
+            # In pieces: what one call has read is lost when it meets a reset.
+            gained = response.readinto(view[filled : filled + _PIECE_BYTES])
         except TROUBLE:
             break
         if not gained:
@@ -191,10 +199,15 @@ def _fill(response: http.client.HTTPResponse, view: memoryview) -> int:
     return filled
 
 
-def _copy(response: http.client.HTTPResponse, file: BinaryIO) -> int:
-    piece = memoryview(bytearray(_CHUNK_BYTES))
-    copied = 0
-    while gained := _fill(response, piece):
-        file.write(piece[:gained])
-        copied += gained
-    return copied
+def _each(response: http.client.HTTPResponse, use: Callable[[bytes], object]) -> int:
+    """Give the body to ``use`` piece by piece until it ends; return the bytes read."""
+    gained = 0
+    while True:
+        try:
+            piece = response.read(_PIECE_BYTES)
+        except TROUBLE:
+            return gained
+        if not piece:
+            return gained
+        use(piece)
+        gained += len(piece)

@@ -100,7 +100,7 @@ class S3Store:
         )
         client = session.client("s3", endpoint_url=endpoint_url, config=config)
         # With "Expect: 100-continue" botocore waits up to a second for a server that answers only the whole request,
-        # as SeaweedFS does while several writers want one key: 16 racers took 3 s, and 0.05 s without it.
+        # as SeaweedFS does while several writers want one key: several seconds for 16 racers instead of 0.05-1 s.
         client.meta.events.unregister("before-call.s3", add_expect_header)
         return client
 
@@ -171,9 +171,8 @@ class S3Store:
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop); nothing is asked of the store for an empty range."""
-        content = bytearray(max(0, stop - start))
-        self.read_into(key, start, memoryview(content))
-        return bytes(content)
+        check_key(key)
+        return self._call(key, lambda: self._reader.read_range(key, start, stop))
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` (writable, flat) with the bytes from ``start``; no copy besides the socket's."""
