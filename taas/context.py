@@ -41,11 +41,7 @@ class Provider(Protocol):
         """Whether this is global rank 0, whose files and metrics are kept."""
 
     def loader(self, name: str) -> DataLoader[Any]:
-        """Return the loader of this name; the same object each time.
-
-        Raises:
-            KeyError: the run has no such loader.
-        """
+        """Return the loader of this name, one of ``loader_names``; the same object each time."""
 
     def loader_names(self) -> list[str]:
         """Return the names of the run's loaders."""
@@ -102,12 +98,12 @@ def loader(name: str) -> DataLoader[Any]:
 
 
 def _delivered(provider: Provider, name: str) -> DataLoader[Any]:
-    try:
-        return provider.loader(name)
-    except KeyError:
-        listed = ", ".join(provider.loader_names()) or "none"
+    names = provider.loader_names()
+    if name not in names:
+        listed = ", ".join(names) or "none"
         message = f"this run has no loader '{name}'; it has: {listed}. Name it in the request's 'loaders'"
-        raise DeliveryError(message, loader=name) from None
+        raise DeliveryError(message, loader=name)
+    return provider.loader(name)
 
 
 def log(metrics: Mapping[str, Any] | None = None, /, **named: Any) -> None:
