@@ -8,6 +8,7 @@ are not kept.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ IGNORED = frozenset(
 )
 _IGNORED_ENDS = (".pyc", ".pyo")
 _IGNORED_STARTS = (".nfs",)  # what NFS makes of a file that was removed while open
+_OUR_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")  # what a killed ``write_then_move`` leaves
 _MAX_PART_BYTES = 255  # Linux
 _MAX_PATH_BYTES = 2048
 
@@ -120,4 +122,6 @@ def _reason_to_skip(root: Path, where: Path, target: Path) -> str | None:
 
 def is_ignored(name: str) -> bool:
     """Return whether files and folders of this name are never part of a project."""
-    return name in IGNORED or name.endswith(_IGNORED_ENDS) or name.startswith(_IGNORED_STARTS)
+    if name in IGNORED or _OUR_TEMPORARY.fullmatch(name):
+        return True
+    return name.endswith(_IGNORED_ENDS) or name.startswith(_IGNORED_STARTS)

@@ -262,6 +262,7 @@ def test_caches_are_ignored_and_what_leaves_the_folder_is_left_out(tmp_path: Pat
     store, source = MemoryStore(), tmp_path / "source"
     (source / "__pycache__").mkdir(parents=True)
     (source / "__pycache__" / "x.pyc").write_text("")
+    (source / ".0123456789abcdef.tmp").write_text("left by a killed writer")
     (source / "a.py").write_text("a")
     (source / "inside").symlink_to("a.py")
     (tmp_path / "secret").write_text("secret")
