@@ -80,6 +80,7 @@ class Inspection(Value):
     claimed_length: int | None
     num_loader_workers: int
     batch_size: int | None
+    pin_memory: bool = False  # the user's loader had it: the delivered one pins as well
     element_bytes: float
     element_seconds: float
     sampled_elements: int

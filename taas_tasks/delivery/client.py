@@ -104,6 +104,8 @@ class Connection:
     def __init__(self, path: str, *, connect_s: float = _CONNECT_S) -> None:
         self._socket = wire.new_socket()
         self._path = wire.check_path(path)
+        self._poll = select.poll()  # not select.select: that fails beyond descriptor 1023
+        self._poll.register(self._socket, select.POLLIN)
         self.wait_s = 0.0
         deadline = time.monotonic() + connect_s
         while not self._connected():
@@ -133,11 +135,11 @@ class Connection:
             what: is awaited, for the log.
             urgent: tell the feeder that this rank cannot go on without it.
         """
-        if not select.select([self._socket], [], [], 0)[0]:
+        if not self._poll.poll(0):
             started = time.monotonic()
             if urgent:
                 self.send("wait")
-            while not select.select([self._socket], [], [], _SAY_AFTER_S)[0]:
+            while not self._poll.poll(_SAY_AFTER_S * 1000):
                 _log.info("waiting for %s since %.0f s", what, time.monotonic() - started)
             self.wait_s += time.monotonic() - started
         message, files = wire.receive(self._socket)

@@ -22,6 +22,7 @@ from taas_tasks.values import LoaderPlan
 
 _log = logging.getLogger("taas")
 _STATE_VERSION = 1
+_SAY_WHEN_LEFT = 2
 
 
 def process_group_size() -> int | None:
@@ -98,9 +99,11 @@ class DeliveredLoader(DataLoader[Any]):
         self._taas_known: dict[int, Ending] = {}
         self._taas_pass = 0  # passes that were taken to their end
         self._taas_offset = 0  # where the next pass begins
-        self._taas_left_at: int | None = None  # where the loop stood when it left a pass
+        self._taas_before = 0  # steps that the next pass made before it was resumed
+        self._taas_left_at: tuple[int, int] | None = None  # element and step where the loop left a pass
+        self._taas_times_left = 0
         self._taas_open: weakref.ref[_Pass] | None = None
-        pin = bool(getattr(plan.inspection, "pin_memory", False)) and torch.cuda.is_available()
+        pin = plan.inspection.pin_memory and torch.cuda.is_available()
         super().__init__(
             DeliveredDataset(plan.loader, self._taas_num_elements),
             batch_size=plan.inspection.batch_size,
@@ -115,11 +118,15 @@ class DeliveredLoader(DataLoader[Any]):
         return self._taas_plan.loader
 
     def __len__(self) -> int:
-        """Return the steps of the pass under way, or else of the next one; waits while that cannot be known yet."""
+        """Return the steps of the pass under way, or else of the next one; waits while that cannot be known yet.
+
+        A resumed pass counts the steps that it made before: trainers compare ``len`` with the steps of the epoch.
+        """
         open_pass = self._taas_open() if self._taas_open else None
         if open_pass is not None and not open_pass.exhausted:
             return open_pass.length()
-        return self._taas_length(self._taas_shape())
+        shape = self._taas_shape()
+        return self._taas_before + self._taas_length(shape)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin a pass; one that is under way is left.
@@ -140,10 +147,10 @@ class DeliveredLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return where the training loop stands, in elements over all ranks: it fits any world size."""
         open_pass = self._taas_open() if self._taas_open else None
-        position = open_pass.position() if open_pass is not None else None
-        if position is None:
-            position = self._taas_offset if self._taas_left_at is None else self._taas_left_at
-        return {"version": _STATE_VERSION, "loader": self.name, "pass": self._taas_pass, "position": position}
+        stood = (open_pass.stands_at() if open_pass is not None else None) or self._taas_left_at
+        position, step = stood or (self._taas_offset, self._taas_before)
+        where = {"pass": self._taas_pass, "position": position, "step": step}
+        return {"version": _STATE_VERSION, "loader": self.name, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next pass begin where ``state`` was taken.
@@ -160,7 +167,9 @@ class DeliveredLoader(DataLoader[Any]):
         if before is not None:
             before.leave()
         self._taas_open = self._taas_left_at = None
-        self._taas_pass, self._taas_offset = int(state["pass"]), int(state["position"])
+        self._taas_pass, self._taas_offset, self._taas_before = (
+            int(state[name]) for name in ("pass", "position", "step")
+        )
 
     # --- passes and epochs ------------------------------------------------------------------------------------------
 
@@ -182,7 +191,7 @@ class DeliveredLoader(DataLoader[Any]):
         shape = self._taas_shape_at(self._taas_pass, self._taas_offset)
         length = self._taas_ending_length(shape.epoch)
         if shape.offset and length is not None and self._taas_steps(length, shape.offset) == 0:
-            self._taas_pass, self._taas_offset = self._taas_pass + 1, 0  # the state was taken at the epoch's end
+            self._taas_begin(self._taas_pass + 1)  # the state was taken at the epoch's end
             return self._taas_shape_at(self._taas_pass, 0)
         return shape
 
@@ -252,11 +261,28 @@ class DeliveredLoader(DataLoader[Any]):
 
     def _taas_ended(self, one: _Pass) -> None:
         """A pass gave its last element."""
-        self._taas_pass, self._taas_offset, self._taas_left_at = one.number_of_pass + 1, 0, None
+        self._taas_begin(one.number_of_pass + 1)
 
-    def _taas_left(self, position: int) -> None:
+    def _taas_begin(self, number: int) -> None:
+        self._taas_pass, self._taas_offset, self._taas_before, self._taas_left_at = number, 0, 0, None
+        self._taas_times_left = 0
+
+    def _taas_begin_anew(self) -> None:
+        """A pass begins; say so when it is the third one over the same elements."""
+        if self._taas_left_at is not None:
+            self._taas_times_left += 1
+            if self._taas_times_left == _SAY_WHEN_LEFT:
+                _log.warning(
+                    "loader '%s': pass %d was left before its end %d times and begins at the same element each time; "
+                    "elements behind are never seen. One pass is one epoch: take passes to their end, or prepare a "
+                    "loader with shorter epochs",
+                    *(self.name, self._taas_pass + 1, self._taas_times_left),
+                )
+        self._taas_left_at = None
+
+    def _taas_left(self, stood: tuple[int, int]) -> None:
         """A pass ended before its last element."""
-        self._taas_left_at = position
+        self._taas_left_at = stood
 
 
 class _Pass:
@@ -266,6 +292,7 @@ class _Pass:
         self._loader = loader
         self._started = False
         self._taken = 0
+        self._before = 0
         self._reader: PassReader | None = None
         self._counters: PassCounters | None = None
         self._elements: Iterator[Any] = iter(())
@@ -297,9 +324,9 @@ class _Pass:
         loader, delivery = self._loader, self._loader._taas_delivery
         loader._taas_check_group()
         self._started = True
-        loader._taas_left_at = None
+        loader._taas_begin_anew()
         self._shape = shape = loader._taas_shape()
-        self.number_of_pass = loader._taas_pass
+        self.number_of_pass, self._before = loader._taas_pass, loader._taas_before
         self._replay = loader._taas_num_epochs is not None and self.number_of_pass >= loader._taas_num_epochs
         if self._replay:
             _log.warning(
@@ -343,9 +370,9 @@ class _Pass:
         self._close(finished=True)
 
     def _close(self, *, finished: bool) -> None:
-        position = self.position()
-        if position is not None and not finished:
-            self._loader._taas_left(position)
+        stood = self.stands_at()
+        if stood is not None and not finished:
+            self._loader._taas_left(stood)
         self._elements = iter(())
         if self._reader is not None:
             self._reader.close(finished=finished)
@@ -361,17 +388,20 @@ class _Pass:
         self._steps = self._taken
 
     def length(self) -> int:
-        """Return the steps of this pass; waits while that cannot be known yet."""
-        if self._steps is not None:
-            return self._steps
+        """Return the steps of this pass, with those before a resume; waits while that cannot be known yet."""
         loader = self._loader
-        return loader._taas_length(self._shape if self._shape is not None else loader._taas_shape())
+        if self._steps is not None:
+            return self._before + self._steps
+        if self._shape is not None:
+            return self._before + loader._taas_length(self._shape)
+        shape = loader._taas_shape()
+        return loader._taas_before + loader._taas_length(shape)
 
-    def position(self) -> int | None:
-        """Return where a pass that goes on from here would begin; None before the first element and after the last."""
+    def stands_at(self) -> tuple[int, int] | None:
+        """Return the element and step where this pass would go on; None before its first and after its last."""
         if self._shape is None or self._reader is None or self._taken == 0:
             return None
-        return self._shape.offset + self._taken * self._shape.world_size
+        return self._shape.offset + self._taken * self._shape.world_size, self._before + self._taken
 
     def _pinned(self, element: Any) -> Any:
         from torch.utils.data._utils.pin_memory import pin_memory

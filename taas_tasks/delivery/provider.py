@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,14 @@ def _as_number(value: Any) -> Any:
         return str(value)
 
 
+# What Lightning says of every loader without worker processes, or with a length and an iterable dataset.
+_MISLEADING = (r"Your `IterableDataset` has `__len__` defined", r"The '.*_dataloader' does not have many workers")
+
+
 def install(context_path: Path) -> RankProvider:
     """Read the context file and install this rank's provider."""
+    for message in _MISLEADING:
+        warnings.filterwarnings("ignore", message=message)
     provider = RankProvider(RankContext.model_validate_json(context_path.read_bytes()))
     taas.context.install(provider)
     return provider

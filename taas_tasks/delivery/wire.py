@@ -41,7 +41,7 @@ def send(connection: socket.socket, message: dict[str, Any], files: Sequence[int
 def receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """Return the next message and its files; None when the other side is gone."""
     try:
-        data, files, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 4)
+        data, files, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 4, socket.MSG_CMSG_CLOEXEC)
     except (ConnectionResetError, BrokenPipeError):
         return None, []
     return (json.loads(data) if data else None), list(files)

@@ -167,6 +167,17 @@ def test_a_pass_that_was_left_is_begun_anew_and_both_are_accounted_for(store: Me
     ]
 
 
+def test_leaving_every_pass_early_is_warned_about_once(
+    store: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = Prepared(store, units=40, length=20).commit_all()
+    with feeding(store, launch_plan(prepared, nproc=1), tmp_path) as host:
+        loader = host.loader(0)
+        for _ in range(4):  # as Lightning's limit_train_batches does
+            assert ids([next(iter(loader))]) == [(0, 0)]
+    assert caplog.text.count("was left before its end 2 times and begins at the same element") == 1
+
+
 @pytest.mark.parametrize(("before", "after", "length"), [(8, 4, 100), (2, 8, 100), (2, 8, 96), (4, 1, 33), (1, 8, 7)])
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
 def test_a_resume_at_another_world_size_goes_on_where_the_loop_stood(
@@ -191,7 +202,7 @@ def test_a_resume_at_another_world_size_goes_on_where_the_loop_stood(
             loader.load_state_dict(state)
             expected = rule(prepared, epoch=0, rank=rank, world_size=after, offset=position, drop=drop)
             if expected:
-                assert len(loader) == len(expected)
+                assert len(loader) == steps + len(expected)  # as trainers count: with the steps before
                 found = ids(loader)
                 assert found == expected
                 got.update(found)
@@ -206,7 +217,8 @@ def test_a_state_at_an_epochs_end_goes_on_with_the_next_epoch(store: MemoryStore
         loader, other = host.loader(0), host.loader(0)
         iterator = iter(loader)
         states = [loader.state_dict() for _ in iterator]
-        assert states[3]["position"] == 8 and states[-1] == {**states[0], "pass": 1, "position": 0}
+        assert (states[3]["position"], states[3]["step"]) == (8, 4)
+        assert states[-1] == {**states[0], "pass": 1, "position": 0, "step": 0}
         other.load_state_dict({**states[0], "position": 10})  # as a trainer may have counted it
         assert ids(other) == rule(prepared, epoch=1, rank=0, world_size=2)
 
@@ -215,7 +227,7 @@ def test_the_state_of_another_loader_is_refused(store: MemoryStore, tmp_path: Pa
     with feeding(store, launch_plan(Prepared(store, units=8, length=8), nproc=1), tmp_path) as host:
         loader = host.loader(0)
         with pytest.raises(DeliveryError, match="loader 'data' was given the state of 'other', version 1"):
-            loader.load_state_dict({"version": 1, "loader": "other", "pass": 0, "position": 0})
+            loader.load_state_dict({"version": 1, "loader": "other", "pass": 0, "position": 0, "step": 0})
 
 
 @pytest.mark.parametrize(("size", "found"), [(None, "there is no process group"), (1, "the process group has 1 rank")])

@@ -221,7 +221,7 @@ def test_lightning_trains_on_every_element_of_its_ranks_without_splitting_again(
                 assert pairs(validated) == once[:2] + once * 2
                 assert same == [True]
                 assert positions[:10] == [*range(2, 20, 2), 0]
-                assert state == {"version": 1, "loader": "data", "pass": 3, "position": 0}
+                assert state == {"version": 1, "loader": "data", "pass": 3, "position": 0, "step": 0}
     passes = [one for one in read_passes(host.counters_dir) if one.loader == "data"]
     assert [(one.rank, one.epoch, one.num_steps, one.complete) for one in passes] == [
         (rank, epoch, steps, True) for rank in range(2) for epoch, steps in ((0, 10), (1, 10), (2, 5))
