@@ -76,7 +76,7 @@ class GangOutcome:
 
 class GangAgent(LocalElasticAgent):
     """One node's agent. ``before_start(local rank -> rank)`` writes the ranks' files; ``stop_reason`` is polled;
-    ``mark_done`` and ``all_done`` take the attempt and tell and ask the other nodes."""
+    ``mark_done``, ``mark_failed`` and ``all_done`` tell and ask the other nodes."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class GangAgent(LocalElasticAgent):
         before_start: Callable[[Mapping[int, int]], None],
         stop_reason: Callable[[], StopReason | None],
         mark_done: Callable[[int], None],
+        mark_failed: Callable[[str], None],
         all_done: Callable[[int], bool],
     ) -> None:
         super().__init__(spec, NoLogs(), start_method="forkserver", shutdown_timeout=STOP_GRACE_S)
@@ -95,6 +96,7 @@ class GangAgent(LocalElasticAgent):
         self._before_start = before_start
         self._stop_reason = stop_reason
         self._mark_done = mark_done
+        self._mark_failed = mark_failed
         self._all_done = all_done
         self._ranks: dict[int, int] = {}
         self._deaths: dict[int, _Death] = {}
@@ -126,7 +128,10 @@ class GangAgent(LocalElasticAgent):
         if self.stopped_for is not None:
             self._remaining_restarts = 0
             return RunResult(state=WorkerState.FAILED)
-        if self._failed_ranks():
+        if failed := self._failed_ranks():
+            if self._remaining_restarts == 0:
+                # Before the ranks here are stopped: the other nodes stop theirs meanwhile.
+                self._mark_failed(f"rank {self._ranks[failed[0]]} failed")
             self._collect()
             return RunResult(state=WorkerState.FAILED)
         if not all(self._has_ended(rank) for rank in self._ranks.values()):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from taas_tasks.launch import rank_main
 from taas_tasks.launch.files import RankFiles
@@ -15,6 +16,8 @@ from taas_tasks.launch.outcome import NodeLedger
 from taas_tasks.launch.rendezvous import GangRendezvous
 from taas_tasks.launch.watch import StopReason, Watch
 from taas_tasks.values import LaunchPlan
+
+_log = logging.getLogger(__name__)
 
 _MONITOR_S = 0.1
 
@@ -51,15 +54,26 @@ def run_gang(
         before_start=before_start,
         stop_reason=stop_reason,
         mark_done=watch.mark_done,
+        mark_failed=watch.mark_failed,
         all_done=watch.all_done,
     )
+    watch.call_on_stop(lambda: _give_up(rendezvous))
     ok = False
     try:
         result = agent.run()
         ok = result is not None and result.state == WorkerState.SUCCEEDED
-    except RendezvousClosedError:
-        agent.stopped_for = stop_reason() or StopReason("failed", "another node gave up the gang")
+    except RendezvousError as error:
+        # Closed by the watch, or node 0's agent, which serves the store, is gone.
+        agent.stopped_for = stop_reason() or StopReason("failed", f"the nodes lost each other: {error}")
     finally:
         outcome = agent.outcome(ok=ok)
         ledger.take(outcome)
     return outcome
+
+
+def _give_up(rendezvous: GangRendezvous) -> None:
+    """Free an agent that waits in the rendezvous for a node that will not come."""
+    try:
+        rendezvous.set_closed()
+    except RendezvousError as error:
+        _log.warning("could not close the rendezvous: %s", error)

@@ -91,6 +91,7 @@ class Node:
 
     def run(self) -> dict[str, Any]:
         """Run the node's part of the training to its end and return the key of its result."""
+        self.watch.start()
         self._make_folders()
         self._materialise()
         env = self._rank_env()
@@ -98,7 +99,6 @@ class Node:
         guard = choose_guard(self.project)
         rendezvous_store = self._preflight(guard)
         self.ledger.note("preflight_done")
-        self.watch.start()
         self._start_feeder()
         self._write_rank_files(guard)
         self._run_gang(rendezvous_store)
@@ -162,6 +162,7 @@ class Node:
             generation=self.given.generation,
             nnodes=self.plan.nnodes,
             timeout_s=PREFLIGHT_TIMEOUT_S,
+            check=self._check,
         )
         preflight.judge(infos)
         return served or join_store(infos[0].address, int(infos[0].port or 0))
@@ -245,6 +246,12 @@ class Node:
             raise _error_for(outcome.stopped_for)
         if not outcome.ok:
             raise self.ledger.rank_failure()
+
+    def _check(self) -> None:
+        """Raise when another node has failed or the run was aborted."""
+        reason = self.watch.stop_reason()
+        if reason is not None:
+            raise _error_for(reason)
 
     def _stop_reason(self) -> StopReason | None:
         failure = self.feeder.failure() if self.feeder is not None else None

@@ -17,7 +17,7 @@ from fcntl import ioctl
 from pathlib import Path
 from typing import Literal
 
-from taas.errors import ObjectMissing, PreflightFailed, RunCancelled
+from taas.errors import ObjectMissing, PreflightFailed
 from taas.flavors import FLAVORS
 from taas_tasks.layout import RunKeys
 from taas_tasks.store.base import ObjectStore
@@ -153,12 +153,14 @@ def exchange(
     generation: int,
     nnodes: int,
     timeout_s: float,
+    check: Callable[[], None] = lambda: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[NodeInfo]:
     """Publish this node's information and return that of all nodes, in the order of their node ranks.
 
+    ``check`` is called between looks and raises when there is a reason to wait no longer.
+
     Raises:
-        RunCancelled: The run's abort object appeared meanwhile.
         PreflightFailed: A node said nothing within ``timeout_s``.
     """
     keys = RunKeys(run)
@@ -175,8 +177,7 @@ def exchange(
             found[node_rank] = NodeInfo.model_validate_json(data)
         if len(found) == nnodes:
             return [found[node_rank] for node_rank in range(nnodes)]
-        if store.head(keys.abort) is not None:
-            raise RunCancelled("the run was aborted while the nodes waited for each other")
+        check()
         if time.monotonic() > deadline:
             raise _missing(sorted(set(range(nnodes)) - found.keys()), timeout_s)
         sleep(pause_s)

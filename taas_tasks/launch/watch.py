@@ -77,6 +77,7 @@ class Watch:
         self._last_look: float | None = None
         self._last_beat: float | None = None
         self._reason: StopReason | None = None
+        self._on_stop: Callable[[], None] | None = None
         self._done: set[tuple[int, int]] = set()
         self._hurry_until = 0.0
         self._wake = threading.Event()
@@ -97,6 +98,10 @@ class Watch:
     def stop_reason(self) -> StopReason | None:
         """Return why this node must stop, as far as the last look has told."""
         return self._reason
+
+    def call_on_stop(self, act: Callable[[], None]) -> None:
+        """Have ``act`` called, in the watch's thread, when a reason to stop appears: it frees an agent that waits."""
+        self._on_stop = act
 
     def mark_failed(self, reason: str) -> None:
         """Tell the other nodes that this one has failed for good. A store that is down is no reason to raise here."""
@@ -130,6 +135,9 @@ class Watch:
         self._last_look = now
         lost = self._staleness.look(beats, elapsed_s=elapsed_s)
         self._reason = self._reason or self._conclude(sorted(found), lost)
+        if self._reason is not None and self._on_stop is not None:
+            act, self._on_stop = self._on_stop, None
+            act()
 
     def _conclude(self, names: list[str], lost: list[int]) -> StopReason | None:
         failed = [int(part[1]) for part in map(_parts, names) if part[0] == "failed"]

@@ -32,6 +32,7 @@ class Gang:
     nnodes: int = 1
     nproc: int = 2
     plan: dict[str, Any] = field(default_factory=dict)
+    plan_of: dict[int, dict[str, Any]] = field(default_factory=dict)  # what one node is given instead
     env: dict[str, str] = field(default_factory=dict)
     run: str = run_key("test")
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Gang:
             self.store, "demo", {name: textwrap.dedent(text).encode() for name, text in self.files.items()}, author="t"
         ).snapshot
 
-    def launch_plan(self) -> LaunchPlan:
+    def launch_plan(self, node_rank: int) -> LaunchPlan:
         given: dict[str, Any] = {
             "run": self.run,
             "run_id": "test",
@@ -57,7 +58,7 @@ class Gang:
             "seed": 0,
             "cache_bytes": 1 << 20,
         }
-        return LaunchPlan.model_validate({**given, **self.plan})
+        return LaunchPlan.model_validate({**given, **self.plan, **self.plan_of.get(node_rank, {})})
 
     def job(self, node_rank: int) -> Path:
         return self.folder / f"job-{node_rank}"
@@ -86,7 +87,7 @@ class Gang:
             "generation": 1,
             "host": f"host-{node_rank}",
             "host_root": str(self.host_root(node_rank)),
-            "launch_plan": self.launch_plan().model_dump(mode="json"),
+            "launch_plan": self.launch_plan(node_rank).model_dump(mode="json"),
             "node_rank": node_rank,
             "address": "127.0.0.1",
             "env": self.env,

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 from taas.errors import RankFailed
+from taas_tasks.layout import payload_key
 from taas_tasks.verdict import diagnose, launch_error
 from tests.launch.conftest import MakeGang
+from tests.launch.gang import Gang
 
 # Ranks that work on something that is no collective: only the agents can tell the others.
 BUSY = """
@@ -115,6 +117,19 @@ def test_lost_node_agent_takes_its_ranks_along_and_is_found_by_the_others(make_g
     verdict = diagnose(result.nodes)
     assert verdict is not None
     assert (verdict.error_class, verdict.node_rank, verdict.rank) == ("host lost", 1, None)
+
+
+def test_node_that_fails_before_the_start_frees_the_one_that_waits_for_it(make_gang: MakeGang) -> None:
+    def spoil(gang: Gang) -> None:
+        key = payload_key("demo", "0" * 64)
+        gang.store.put(key, b"not what the request names")
+        gang.plan_of[1] = {"script": None, "cell_payload": key, "cell_sha256": "0" * 64}
+
+    gang = make_gang("", nnodes=2, nproc=1, before=spoil)
+    gang.wait(timeout_s=100)  # less than the time that preflight gives a silent node
+    assert "sha256" in gang.outcome(1)["error"]["message"]
+    assert gang.outcome(0)["ok"] is False
+    assert gang.processes() == []
 
 
 def test_terminated_agent_leaves_no_process(make_gang: MakeGang) -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from taas.errors import PreflightFailed, RunCancelled
 from taas_tasks.launch.preflight import NodeInfo, exchange, interface_of, judge, own_findings
-from taas_tasks.layout import RunKeys
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import LaunchPlan, Versions
 
@@ -80,11 +79,12 @@ def test_node_that_does_not_come_is_named() -> None:
         exchange(MemoryStore(), info(0), run="r", generation=1, nnodes=2, timeout_s=0.2)
 
 
-def test_abort_ends_the_wait() -> None:
-    store = MemoryStore()
-    store.put(RunKeys("r").abort, b"no")
+def test_reason_to_stop_ends_the_wait() -> None:
+    def aborted() -> None:
+        raise RunCancelled("no")
+
     with pytest.raises(RunCancelled):
-        exchange(store, info(0), run="r", generation=1, nnodes=2, timeout_s=10)
+        exchange(MemoryStore(), info(0), run="r", generation=1, nnodes=2, timeout_s=10, check=aborted)
 
 
 def test_interface_of_the_loopback_address() -> None:

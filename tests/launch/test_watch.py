@@ -111,3 +111,15 @@ def test_telling_of_a_failure_does_not_hide_it_when_the_store_is_down() -> None:
     broken.mark_failed("x")
     with pytest.raises(StoreUnavailable):
         broken.look()
+
+
+def test_agent_that_waits_is_freed_once_when_there_is_a_reason_to_stop() -> None:
+    store, freed = MemoryStore(), list[bool]()
+    zero = watch(store, 0)
+    zero.call_on_stop(lambda: freed.append(True))
+    zero.look()
+    assert freed == []
+    store.put(RunKeys("r").abort, b"no")
+    zero.look()
+    zero.look()
+    assert freed == [True]
