@@ -80,9 +80,10 @@ class _Follower(threading.Thread):
         except StoreUnavailable as error:
             _log.warning("the ledger of loader '%s' cannot be read now: %s", name, error)
             return 0
-        except TaasError as error:
+        except Exception as error:  # noqa: BLE001 (whatever it is, the ranks must hear of it and not wait for ever)
             del self._readers[name]
-            self._report((name, error))
+            message = f"the ledger of loader '{name}' cannot be followed: {error}"
+            self._report((name, error if isinstance(error, TaasError) else DeliveryError(message, loader=name)))
             return 0
         for record in records:
             self._report(Segment.of(record))

@@ -338,6 +338,16 @@ def test_a_vanished_object_is_an_error_that_names_segment_and_host(store: Memory
             next(iterator)
 
 
+def test_a_record_that_cannot_be_read_is_an_error_not_a_hang(store: MemoryStore, tmp_path: Path) -> None:
+    prepared = Prepared(store, units=64, length=64)
+    prepared.commit(0, 0)
+    store.put(RunKeys(RUN).ledger_record("data", 0, 0, 1), b'{"version": 7}')
+    with feeding(store, launch_plan(prepared, nproc=1), tmp_path) as host:
+        iterator = iter(host.loader(0))
+        with pytest.raises(DeliveryError, match="the ledger of loader 'data' cannot be followed"):
+            list(iterator)
+
+
 def test_a_byte_that_is_wrong_once_is_not_noticed_by_the_ranks(store: MemoryStore, tmp_path: Path) -> None:
     class Flaky(MemoryStore):
         def __init__(self) -> None:
