@@ -69,14 +69,17 @@ def watermark(plan: LoaderPlan, frontier: Frontier) -> Watermark:
     )
 
 
-def following(plan: LoaderPlan, frontier: Frontier, count: int) -> list[tuple[int, int]]:
+def following(
+    plan: LoaderPlan, frontier: Frontier, count: int, *, epochs: Epochs | None = None
+) -> list[tuple[int, int]]:
     """Return the next ``count`` segments from the frontier on, as far as the lengths of epochs are known.
 
     Where they are not known (iterables) the segments are those of the frontier's epoch, which may have fewer.
+    ``epochs`` are the plan's, for callers that ask often.
     """
     if frontier.complete:
         return []
-    epochs = epochs_of_plan(plan)
+    epochs = epochs or epochs_of_plan(plan)
     found: list[tuple[int, int]] = []
     epoch, n = frontier.segment
     while len(found) < count and (epochs.num is None or epoch < epochs.num):

@@ -8,6 +8,7 @@ from taas.errors import ObjectMissing
 from taas_tasks import ledger
 from taas_tasks.layout import RunKeys
 from taas_tasks.ledger import Frontier
+from taas_tasks.plan import epochs_of_plan
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import LoaderPlan, ShardRecord, Watermark
 
@@ -25,6 +26,7 @@ class LedgerReader:
         self._store = store
         self._keys = RunKeys(run)
         self._plan = loader_plan
+        self._epochs = epochs_of_plan(loader_plan)
         self._frontier = Frontier()
         self._ahead: dict[tuple[int, int], ShardRecord] = {}
 
@@ -49,7 +51,7 @@ class LedgerReader:
         at_once = 1
         while not self._frontier.complete:
             before = len(gained)
-            self._look(ledger.following(self._plan, self._frontier, at_once))
+            self._look(self._following(at_once))
             gained += self._advance()
             if len(gained) == before:
                 break
@@ -58,8 +60,8 @@ class LedgerReader:
 
     def look_ahead(self, count: int) -> list[tuple[int, int]]:
         """Ask for the next ``count`` records from the frontier on; return the segments that are still missing."""
-        self._look(ledger.following(self._plan, self._frontier, count))
-        segments = ledger.following(self._plan, self._frontier, count)
+        self._look(self._following(count))
+        segments = self._following(count)
         return [segment for segment in segments if segment not in self._ahead]
 
     def record(self, epoch: int, n: int) -> ShardRecord | None:
@@ -69,6 +71,9 @@ class LedgerReader:
         except ObjectMissing:
             return None
         return ShardRecord.model_validate_json(data)
+
+    def _following(self, count: int) -> list[tuple[int, int]]:
+        return ledger.following(self._plan, self._frontier, count, epochs=self._epochs)
 
     def _look(self, segments: list[tuple[int, int]]) -> None:
         asked = [segment for segment in segments if segment not in self._ahead]

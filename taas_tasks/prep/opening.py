@@ -36,8 +36,12 @@ class LoaderSource(Protocol):
         """The payload's sha256."""
 
 
-def open_loader(ref: LoaderSource, project_folder: Path, store: ObjectStore) -> DataLoader[Any]:
+def open_loader(
+    ref: LoaderSource, project_folder: Path, store: ObjectStore, *, is_to_be_prepared: bool = True
+) -> DataLoader[Any]:
     """Return the user's DataLoader, checked to be one that can be prepared.
+
+    A loader that ranks use as it is (``is_to_be_prepared`` False) may be split among them or have no order.
 
     The project's folder becomes the current folder of this process and the first entry of ``sys.path``, and both stay:
     the dataset reads its files and imports its modules later. A payload is verified before it is opened.
@@ -49,12 +53,13 @@ def open_loader(ref: LoaderSource, project_folder: Path, store: ObjectStore) -> 
     enter_project(project_folder)
     if ref.source is not None:
         found = _from_source(ref.source, project_folder)
-        return check_loader(found, ref.source)
+        return check_loader(found, ref.source, is_to_be_prepared=is_to_be_prepared)
     if ref.payload is None or ref.sha256 is None:
         raise LoaderError(
             "a loader needs a source like 'data.py:make_loader', or a payload and its sha256; got neither"
         )
-    return check_loader(_from_payload(ref.payload, ref.sha256, store), "the uploaded loader")
+    found = _from_payload(ref.payload, ref.sha256, store)
+    return check_loader(found, "the uploaded loader", is_to_be_prepared=is_to_be_prepared)
 
 
 def enter_project(folder: Path) -> None:
@@ -65,8 +70,8 @@ def enter_project(folder: Path) -> None:
     importlib.invalidate_caches()
 
 
-def check_loader(found: Any, where: str) -> DataLoader[Any]:
-    """Return ``found`` if it is a DataLoader whose stream can be prepared.
+def check_loader(found: Any, where: str, *, is_to_be_prepared: bool = True) -> DataLoader[Any]:
+    """Return ``found`` if it is a DataLoader, and one whose stream can be prepared where it is to be.
 
     Raises:
         LoaderError: It is something else, is already split among ranks, or has no order of its own.
@@ -76,6 +81,8 @@ def check_loader(found: Any, where: str) -> DataLoader[Any]:
             f"{where} gives a {type(found).__name__}; allowed: a torch.utils.data.DataLoader, or a function without"
             " arguments that returns one"
         )
+    if not is_to_be_prepared:
+        return found
     _refuse_split(found, where)
     if isinstance(found.dataset, IterableDataset) and not found.in_order:
         raise LoaderError(

@@ -171,9 +171,10 @@ class _Share:
         """Yield the tasks of segment after segment; runs ahead of the loading by what the workers prefetch."""
         segment: Segment | None = first
         while segment is not None:
-            self._abort.check()
             begun.append(segment)
-            yield from self._tasks_of(segment)
+            for task in self._tasks_of(segment):
+                self._abort.check()
+                yield task
             segment = next(rest, None)
 
     def _tasks_of(self, segment: Segment) -> Iterator[Task]:

@@ -77,7 +77,6 @@ class _Reading:
         self._tally = Tally()
 
     def prepare(self) -> Tally:
-        self._abort.check()
         segments = self._segments()
         # the first epoch's loader workers are forked here, before the pipeline starts its threads
         first = next(segments)
@@ -90,7 +89,6 @@ class _Reading:
         return self._tally
 
     def _submit(self, loaded: LoadedSegment, pipeline: Pipeline) -> None:
-        self._abort.check()
         if loaded.segment.id in self._there:
             self._tally.skipped += 1
         else:
@@ -162,6 +160,7 @@ class _Reading:
         try:
             set_epoch(self._loader, epoch)
             for element in self._loader:
+                self._abort.check()
                 yield owned(element, always=always)
                 index += 1
                 if index == limit:

@@ -154,6 +154,8 @@ def test_a_loader_split_among_ranks_is_refused_with_the_reason() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(cases.Squares(8), num_replicas=8, rank=0)
     with pytest.raises(LoaderError, match="already split among 8 replicas by a DistributedSampler"):
         check_loader(DataLoader(cases.Squares(8), sampler=sampler), "x")
+    loader = DataLoader(cases.Squares(8), sampler=sampler)
+    assert check_loader(loader, "x", is_to_be_prepared=False) is loader
 
 
 def test_a_distributed_sampler_of_one_replica_is_fine() -> None:
