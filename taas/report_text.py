@@ -20,6 +20,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _loader_lines(report.get("loaders") or {})
     yield from _phase_lines(report.get("phases") or [])
     cost = report.get("cost") or {}
+    yield from _stall_lines(report.get("gpu_stall") or {})
     if cost:
         yield "cost in units of price: " + ", ".join(f"{name} {value:,.0f}" for name, value in cost.items())
     yield from _artifact_lines(report)
@@ -36,8 +37,20 @@ def _loader_lines(loaders: Mapping[str, Any]) -> Iterator[str]:
 def _phase_lines(phases: list[Mapping[str, Any]]) -> Iterator[str]:
     width = max((len(phase["name"]) for phase in phases), default=0)
     for phase in phases:
-        flavor = f" on {phase['flavor']}" if phase.get("flavor") else ""
-        yield f"  {phase['name']:<{width}} {phase['seconds']:10.1f} s {phase['cost_units']:14,.0f} units{flavor}"
+        if phase["started_at"] is None:
+            continue
+        line = f"  {phase['name']:<{width}} {phase['seconds']:10.1f} s"
+        if phase.get("flavor"):
+            line += f" {phase['cost_units']:14,.0f} units: {phase['machine_seconds']:.1f} s of {phase['flavor']}"
+        yield line
+
+
+def _stall_lines(stall: Mapping[str, float]) -> Iterator[str]:
+    if stall:
+        yield (
+            f"waiting for data: {stall['stall_fraction']:.1%} of the ranks' time; "
+            f"rank {stall['worst_rank']:.0f} waited longest, {stall['worst_wait_s']:.1f} s"
+        )
 
 
 def _artifact_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from taas.errors import ObjectMissing
 from taas.flavors import Flavor
+from taas.report_text import report_text
 from taas_tasks.accounting import account_loader
 from taas_tasks.layout import RunKeys
 from taas_tasks.store.base import ObjectStore
@@ -229,48 +230,6 @@ def build_report(
     )
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
-def _loader_lines(name: str, account: LoaderAccount) -> list[str]:
-    line = (
-        f"  {name}: asked {account.asked}, extracted {account.extracted}, committed {account.committed}, "
-        f"delivered {account.delivered}, consumed {account.consumed}"
-    )
-    parts = [(account.dropped, "dropped"), (account.unread, "unread"), (account.padded, "padded")]
-    parts += [(account.replayed, "replayed")]
-    rest = ", ".join(f"{count} {word}" for count, word in parts if count)
-    return [line + (f" ({rest})" if rest else "")] + [f"    {note}" for note in account.notes]
-
-
 def as_text(report: Report) -> str:
     """Return the report for people."""
-    lines = [f"run {report.run_id}: {report.state}"]
-    if report.verdict:
-        lines += [f"  {line}" for line in report.verdict.splitlines()]
-    if report.loaders:
-        lines += ["elements"] + [line for name, one in report.loaders.items() for line in _loader_lines(name, one)]
-    lines += ["phases"]
-    for phase in report.phases:
-        if phase.started_at is None:
-            continue
-        machines = f", {phase.machine_seconds:.1f} machine-s of {phase.flavor}" if phase.flavor else ""
-        price = f", {phase.cost_units:.0f} units" if phase.cost_units else ""
-        lines.append(f"  {phase.name:<9}{phase.seconds:8.1f} s{machines}{price}")
-    lines.append(f"cost {report.cost.get('total', 0.0):.0f} units")
-    if report.gpu_stall:
-        stall = report.gpu_stall
-        lines.append(
-            f"waiting for data: {stall['stall_fraction']:.1%} of the ranks' time; "
-            f"worst rank {stall['worst_rank']:.0f} waited {stall['worst_wait_s']:.1f} s"
-        )
-    if report.artifacts:
-        lines.append(f"artifacts (record {report.artifact_record} of the project)")
-        lines += [f"  {one.path}  {_bytes(one.bytes)}  sha256 {one.sha256[:16]}…" for one in report.artifacts]
-    lines += [f"warning: {one}" for one in report.warnings]
-    return "\n".join(lines) + "\n"
+    return report_text(report.model_dump(mode="json")) + "\n"

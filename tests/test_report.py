@@ -1,0 +1,145 @@
+"""The report: facts in, phases, prices, stall and verdict out."""
+
+import json
+
+from taas.flavors import FLAVORS
+from taas.request import parse_request
+from taas_tasks.layout import RunKeys
+from taas_tasks.report import as_text, build_report, collect
+from taas_tasks.store.memory import MemoryStore
+from taas_tasks.values import (
+    Artifact,
+    ArtifactRecord,
+    JobRecord,
+    NodeResult,
+    PinnedRequest,
+    Plan,
+    RankPass,
+    RankResult,
+    TaskTime,
+)
+from tests.test_accounting import loader_plan, record
+
+KEYS = RunKeys("run-1")
+REQUEST = {
+    "project": "p",
+    "script": "train.py",
+    "gpus": 8,
+    "cpus": 1,
+    "units": 16,
+    "loaders": {"data_loader": "data.py:make_loader"},
+}
+
+
+def job(task: str, *, seconds: float, flavor: str, generation: int = 1, host: str = "h") -> JobRecord:
+    return JobRecord(
+        job_id=f"{task}-{host}-{generation}",
+        task_id=task,
+        generation=generation,
+        host=host,
+        flavor=flavor,
+        ok=True,
+        started_at=100.0,
+        ended_at=100.0 + seconds,
+    )
+
+
+def node(generation: int, *, steps: int) -> NodeResult:
+    passes = [
+        RankPass(
+            loader="data_loader",
+            rank=rank,
+            number=0,
+            epoch=0,
+            offset=0,
+            num_steps=steps,
+            complete=True,
+            replay=False,
+            wait_s=0.5 * rank,
+            num_bytes=8,
+        )
+        for rank in range(8)
+    ]
+    ranks = [RankResult(rank=one.rank, local_rank=one.rank, exit_code=0, passes=[one]) for one in passes]
+    return NodeResult(
+        node_rank=0,
+        host="g2-0",
+        generation=generation,
+        ok=True,
+        ranks=ranks,
+        delivered={"data_loader": 16},
+        times={"ranks_started": 100.0, "ranks_ended": 110.0},
+    )
+
+
+def store_of_a_run() -> MemoryStore:
+    store = MemoryStore()
+    plan = Plan(
+        run="run-1",
+        run_id="r",
+        project="p",
+        snapshot="s",
+        loaders={"data_loader": loader_plan(16)},
+        seed=0,
+        randomness="element",
+        remainder="pad",
+        flavor="g2.8",
+        nnodes=1,
+        nproc_per_node=8,
+        cpus=1,
+        warnings=["a warning of the plan"],
+    )
+    pinned = PinnedRequest(run_id="r", run="run-1", request=parse_request(REQUEST), snapshot="s", base_record=1)
+    store.put(KEYS.plan, plan.to_bytes())
+    store.put(KEYS.request, pinned.to_bytes())
+    store.put(KEYS.ledger_record("data_loader", 0, 0, 0), record(0, 16).to_bytes())
+    for one in [job("prepare", seconds=10, flavor="c1.4"), job("train", seconds=20, flavor="g2.8", generation=2)]:
+        store.put(KEYS.job_record(one.job_id), one.to_bytes())
+    store.put(KEYS.node_result(1, 0), node(1, steps=1).to_bytes())
+    store.put(KEYS.node_result(2, 0), node(2, steps=2).to_bytes())
+    metrics = [{"step": step, "loss": 1.0 / (step + 1)} for step in range(3)]
+    store.put(KEYS.metrics(2), "\n".join(map(json.dumps, metrics)).encode())
+    artifact = Artifact(path="m.pt", sha256="ab" * 32, bytes=3, mode=0o644)
+    store.put(KEYS.artifacts, ArtifactRecord(project="p", record=2, snapshot="t", files=[artifact]).to_bytes())
+    return store
+
+
+def report_of(store: MemoryStore, **more):
+    tasks = [TaskTime(task_id="train", state="success", started_at=90.0, ended_at=125.0)]
+    return build_report(collect(store, "run-1", run_id="r", tasks=tasks), flavors=FLAVORS, **more)
+
+
+def test_a_report_of_a_success_closes_the_books_and_prices_machine_seconds():
+    report = report_of(store_of_a_run())
+    assert report.state == "success"
+    assert report.cost == {"prepare": 40.0, "train": 20 * 928.0, "total": 40.0 + 20 * 928.0}
+    account = report.loaders["data_loader"]
+    assert (account.asked, account.extracted, account.delivered, account.consumed) == (16, 16, 16, 16)
+    assert account.explained
+    assert [one.path for one in report.artifacts] == ["m.pt"]
+    assert [entry["loss"] for entry in report.metrics] == [1.0, 0.5, 1.0 / 3]
+    assert report.warnings == ["a warning of the plan"]
+
+
+def test_only_the_latest_generation_of_the_training_counts():
+    assert report_of(store_of_a_run()).loaders["data_loader"].consumed == 16  # generation 1 consumed 8
+
+
+def test_waiting_is_told_as_a_share_of_the_ranks_time():
+    stall = report_of(store_of_a_run()).gpu_stall
+    assert stall["worst_rank"] == 7
+    assert stall["worst_wait_s"] == 3.5
+    assert stall["stall_fraction"] == round(sum(0.5 * rank for rank in range(8)) / (8 * 10.0), 4)
+
+
+def test_books_that_do_not_close_become_a_warning_of_a_success():
+    store = store_of_a_run()
+    store.put(KEYS.ledger_record("data_loader", 0, 0, 0), record(0, 8).to_bytes())
+    warnings = report_of(store).warnings
+    assert any("asked for 16 units, the ledger holds 8" in one for one in warnings)
+
+
+def test_a_failed_run_that_wrote_nothing_has_a_report_with_its_verdict():
+    report = report_of(MemoryStore(), failed_tasks=["validate"], verdict="unknown flavor")
+    assert (report.state, report.verdict, report.loaders) == ("failed", "unknown flavor", {})
+    assert "unknown flavor" in as_text(report)
