@@ -145,7 +145,7 @@ def owned(element: Any, *, always: bool) -> Any:
     dict, again and again. Without it containers, which came through a pipe, are changed in place where they can be.
     """
     if isinstance(element, torch.Tensor):
-        return element.clone() if always or _is_shared(element) else element
+        return _copied(element) if always or _is_shared(element) else element
     if isinstance(element, np.ndarray):
         return element.copy() if always else element
     if isinstance(element, tuple):
@@ -167,6 +167,22 @@ def owned(element: Any, *, always: bool) -> Any:
 
 def _is_dataclass(element: Any) -> bool:
     return dataclasses.is_dataclass(element) and not isinstance(element, type)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy made by this thread alone: torch's own wakes all its threads, which spin and take CPU seconds."""
+    is_plain = tensor.layout is torch.strided and tensor.is_contiguous() and tensor.device.type == "cpu"
+    if (
+        not is_plain
+        or tensor.requires_grad
+        or tensor.is_complex()
+        or tensor.is_quantized
+        or type(tensor) is not torch.Tensor
+    ):
+        return tensor.clone()
+    copy_ = torch.empty_like(tensor)
+    np.copyto(copy_.view(-1).view(torch.uint8).numpy(), tensor.view(-1).view(torch.uint8).numpy())
+    return copy_
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

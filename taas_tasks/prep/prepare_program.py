@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from taas_tasks.layout import RunKeys
@@ -37,6 +38,8 @@ def run(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]
     producer = Producer(given.run, given.loader, given.machine, given.host, given.generation)
     materialise(store, given.project, given.snapshot, folder)
     loader = open_loader(loader_plan, folder, store)
+    if loader.num_workers > 0:
+        torch.set_num_threads(1)  # this process only copies: torch's threads would spin beside the loader workers
     if loader_plan.inspection.order == "sequential":
         return produce_in_sequence(
             loader,
