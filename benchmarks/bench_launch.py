@@ -30,6 +30,7 @@ from taas_tasks.project import commit
 from taas_tasks.stack import processes, seaweed
 from taas_tasks.store import ObjectStore, open_store
 from taas_tasks.values import LaunchPlan, StoreConfig
+from taas_tasks.verdict import gather
 
 SCRIPT = """
 import json, os, time
@@ -71,6 +72,7 @@ class Lane:
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in (*PARTS, "total")})
     hangs: int = 0
+    bounded_exits: int = 0  # ranks that did not leave by themselves and were cut off by the agent's bound
     failures: list[str] = field(default_factory=list)
 
     def add(self, started: float, ended: float, out: Path, ranks: int) -> None:
@@ -142,6 +144,8 @@ class Bench:
         (job / "input.json").write_text(json.dumps(given))
         command = [sys.executable, "-m", "taas_tasks.launch.agent_program", str(job / "input.json")]
         self._launch(self.ours, command, job, out, env=dict(os.environ))
+        ranks = [rank for node in gather(self.store, run, 1, 1).nodes for rank in node.ranks]
+        self.ours.bounded_exits += sum(rank.exit_code == 0 and rank.message is not None for rank in ranks)
 
     def launch_torchrun(self, number: int) -> None:
         """One launch by torchrun."""
@@ -165,6 +169,10 @@ class Bench:
         try:
             code = agent.wait(self.limit_s)
             ended = time.time()
+        except SystemExit:
+            agent.kill()
+            end_marked(mark, grace_s=0)
+            raise
         except subprocess.TimeoutExpired:
             lane.hangs += 1
             shutil.copy(job / "log", self.keep / f"hang-{job.name}.log")
@@ -190,6 +198,7 @@ def table(bench: Bench) -> str:
     counts = [str(len(lane.seconds["total"])) for lane in (bench.ours, bench.torchrun)]
     lines.append(f"{'launches':<20}{counts[0]:>18}{counts[1]:>18}")
     lines.append(f"{'hangs':<20}{bench.ours.hangs:>18}{bench.torchrun.hangs:>18}")
+    lines.append(f"{'cut-off exits':<20}{bench.ours.bounded_exits:>18}{bench.torchrun.bounded_exits:>18}")
     lines.append(f"{'failures':<20}{len(bench.ours.failures):>18}{len(bench.torchrun.failures):>18}")
     return "\n".join(lines)
 
@@ -210,6 +219,7 @@ def as_json(bench: Bench) -> dict[str, object]:
                 "launches": len(lane.seconds["total"]) + lane.hangs + len(lane.failures),
                 "hangs": lane.hangs,
                 "failures": lane.failures,
+                "bounded_exits": lane.bounded_exits,
                 "p50_s": {part: round(percentile(values, 0.5), 3) for part, values in lane.seconds.items() if values},
                 "p95_s": {part: round(percentile(values, 0.95), 3) for part, values in lane.seconds.items() if values},
                 "mean_s": {part: round(statistics.mean(values), 3) for part, values in lane.seconds.items() if values},
@@ -245,6 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=120.0, help="a launch that takes longer counts as a hang")
     parser.add_argument("--out", type=Path, default=Path("var/bench/launch.json"))
     given = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     given.out.parent.mkdir(parents=True, exist_ok=True)
     benches: list[Bench] = []
 

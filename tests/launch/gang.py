@@ -100,7 +100,7 @@ class Gang:
             agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env)
         self.agents.append(agent)
 
-    def wait(self, timeout_s: float = 150) -> LaunchResult:
+    def wait(self, timeout_s: float = 240) -> LaunchResult:
         deadline = time.monotonic() + timeout_s
         for agent in self.agents:
             try:

@@ -43,7 +43,7 @@ DDP = """
 """
 
 
-@pytest.mark.parametrize(("nnodes", "nproc"), [(1, 8), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("nnodes", "nproc"), [(1, 8), (2, 2), (4, 8)])
 def test_plain_ddp_script_trains_on_all_ranks(make_gang: MakeGang, nnodes: int, nproc: int) -> None:
     gang = make_gang(DDP, nnodes=nnodes, nproc=nproc, plan={"args": ["--lr", "0.1"]})
     result = gang.wait()
