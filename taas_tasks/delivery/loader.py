@@ -298,6 +298,8 @@ class _Pass:
         self._elements: Iterator[Any] = iter(())
         self._steps: int | None = None
         self._shape: PassShape | None = None
+        self._ended = False
+        self._left = False
         self.exhausted = False  # StopIteration was raised, or it was left
         self.number_of_pass = loader._taas_pass
 
@@ -305,24 +307,39 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
+        if self._left:
+            raise DeliveryError(
+                f"this iterator of loader '{self._loader.name}' was left: a later iter() has begun its pass anew, or "
+                "an error has ended it; a loader has one pass at a time"
+            )
+        if not self._started:
+            self._loader._taas_check_group()
+        try:
+            element = self._next()
+        except StopIteration:
+            self.exhausted = True
+            raise
+        except BaseException:
+            self.leave()  # else a caller that goes on would take the end of the error for the end of the pass
+            raise
+        return self._pinned(element) if self._loader.pin_memory else element
+
+    def _next(self) -> Any:
         if not self._started:
             self._start()
         if self._taken == self._steps:
-            self.exhausted = True
             raise StopIteration
         try:
             element = next(self._elements)
         except StopIteration:
             self._end()
-            self.exhausted = True
             raise
         self._taken += 1
         self._count()
-        return self._pinned(element) if self._loader.pin_memory else element
+        return element
 
     def _start(self) -> None:
         loader, delivery = self._loader, self._loader._taas_delivery
-        loader._taas_check_group()
         self._started = True
         loader._taas_begin_anew()
         self._shape = shape = loader._taas_shape()
@@ -361,7 +378,7 @@ class _Pass:
         """The last element has been given (what calls may never come back, so all is settled here)."""
         if self._reader is None or self._counters is None:
             return
-        self._steps = self._taken
+        self._steps, self._ended = self._taken, True
         self._counters.count(num_steps=self._taken, num_bytes=self._reader.num_bytes, wait_s=self._reader.wait_s)
         self._counters.complete()
         if self._shape is not None and self._reader.ending is not None:
@@ -383,9 +400,9 @@ class _Pass:
 
     def leave(self) -> None:
         """End a pass that is not needed any more; the counters keep that it was left."""
+        self._left = not self._ended
         self._close(finished=False)
         self.exhausted = True
-        self._steps = self._taken
 
     def length(self) -> int:
         """Return the steps of this pass, with those before a resume; waits while that cannot be known yet."""

@@ -167,6 +167,19 @@ def test_a_pass_that_was_left_is_begun_anew_and_both_are_accounted_for(store: Me
     ]
 
 
+def test_an_iterator_that_was_left_says_so_instead_of_ending(store: MemoryStore, tmp_path: Path) -> None:
+    prepared = Prepared(store, units=40, length=40).commit_all()
+    with feeding(store, launch_plan(prepared, nproc=1), tmp_path) as host:
+        loader = host.loader(0)
+        started, unstarted = iter(loader), iter(loader)
+        with pytest.raises(DeliveryError, match="this iterator of loader 'data' was left"):
+            next(started)
+        next(unstarted)
+        iter(loader)
+        with pytest.raises(DeliveryError, match="one pass at a time"):
+            next(unstarted)
+
+
 def test_leaving_every_pass_early_is_warned_about_once(
     store: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,6 +338,7 @@ def test_a_flipped_byte_is_fetched_again_and_then_an_error_that_names_segment_an
         with pytest.raises(DeliveryError, match=r"segment 3 of epoch 0 .*host host-0: lane \d+ has checksum"):
             found.extend(host.loader(0))
         assert ids(found) == [(0, index) for index in range(28)]
+        assert not read_passes(host.counters_dir)[0].complete
         store.put(key, good)  # prepared again
         assert ids(host.loader(0)) == rule(prepared, epoch=0, rank=0, world_size=1)
 
@@ -335,6 +349,8 @@ def test_a_vanished_object_is_an_error_that_names_segment_and_host(store: Memory
     with feeding(store, launch_plan(prepared, nproc=1), tmp_path) as host:
         iterator = iter(host.loader(0))
         with pytest.raises(DeliveryError, match=r"segment 0 of epoch 0 .*host host-0: no object"):
+            next(iterator)
+        with pytest.raises(DeliveryError, match="was left"):
             next(iterator)
 
 

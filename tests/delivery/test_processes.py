@@ -226,29 +226,3 @@ def test_lightning_trains_on_every_element_of_its_ranks_without_splitting_again(
     assert [(one.rank, one.epoch, one.num_steps, one.complete) for one in passes] == [
         (rank, epoch, steps, True) for rank in range(2) for epoch, steps in ((0, 10), (1, 10), (2, 5))
     ]
-
-
-def test_a_default_lightning_trainer_on_cpu_is_told_what_to_do(s3_server: S3Server, tmp_path: Path) -> None:
-    config = s3_server.fresh_config()
-    prepared = Prepared(open_store(config), units=20, length=20).commit_all()
-    code = (
-        PREAMBLE
-        + """
-import logging
-logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-warnings.simplefilter("ignore")
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
-trainer = pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=sys.argv[1] + ".d", **quiet)
-try:
-    trainer.fit(BoringModel(), taas.loader("data"))
-except taas.errors.DeliveryError as error:
-    say(str(error))
-"""
-    )
-    with feeder_process(config, launch_plan(prepared, nproc=2), tmp_path) as (host, _):
-        context = start_ranks(host, code, count=2)
-        with stopped_at_the_end(context):
-            (message,) = said(context[1])
-            assert "delivered to 2 ranks, but there is no process group" in message and "strategy='ddp'" in message
