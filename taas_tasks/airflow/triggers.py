@@ -258,7 +258,7 @@ class GateTrigger(TaskTrigger):
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Look until the gate is open or cannot open any more."""
-        watch = await asyncio.to_thread(self._open)
+        watch = await asyncio.to_thread(self.open_watch)
         reason, explained_at = "", 0.0
         while True:
             try:
@@ -280,5 +280,6 @@ class GateTrigger(TaskTrigger):
                 return
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _open(self) -> GateWatch:
+    def open_watch(self) -> GateWatch:
+        """Return what looks at the run's ledgers."""
         return GateWatch.of_run(open_store(read_store_config()), self.scope.run)

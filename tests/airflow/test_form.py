@@ -44,9 +44,9 @@ def test_widget(name, expected):
 
 
 @pytest.mark.parametrize("name", sorted(PARAMS))
-@pytest.mark.parametrize("value", [None, -1, 10**13, "x", 1.5, True, ["a", 1], {"a": 1}])
-def test_form_leaves_checking_to_the_conf_check(name, value):
-    assert PARAMS[name].resolve(value) == value
+def test_form_leaves_checking_to_the_conf_check(name):
+    for value in (None, -1, 10**13, "x", 1.5, True, ["a", 1], {"a": 1}):
+        assert form_params()[name].resolve(value) == value
 
 
 @pytest.mark.parametrize("name", sorted(PARAMS))

@@ -11,7 +11,12 @@ from tests.e2e.runs import RUNS, Runs
 pytestmark = pytest.mark.stack
 
 BAD = {"project": "conf", "script": "train.py", "gpu": 8, "flavor": "g2.9", "units": 5}
-FAULTS = ["gpu: unknown field", "Did you mean 'gpus'?", "unknown flavor 'g2.9'", "cpus: is missing while units is given"]
+FAULTS = [
+    "gpu: unknown field",
+    "Did you mean 'gpus'?",
+    "unknown flavor 'g2.9'",
+    "cpus: is missing while units is given",
+]
 
 
 def test_rest_answers_400_with_every_fault(runs: Runs):

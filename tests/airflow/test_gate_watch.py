@@ -1,0 +1,109 @@
+"""The gate's eyes: the ledger in a store, the decision written down when it opens."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+
+from taas.request import parse_request
+from taas_tasks.airflow.gate_watch import GateWatch
+from taas_tasks.airflow.scope import Scope
+from taas_tasks.airflow.triggers import GateTrigger
+from taas_tasks.store.memory import MemoryStore
+from taas_tasks.values import (
+    GateDecision,
+    Inspection,
+    LoaderPlan,
+    PinnedRequest,
+    Plan,
+    SegmentSizes,
+    ShardRecord,
+    Versions,
+)
+
+SCOPE = Scope("taas_train", "run-1", "gate", -1, "try-1")
+
+
+def planned(*, start: object = 64) -> MemoryStore:
+    store = MemoryStore()
+    inspection = Inspection(
+        loader="x", kind="map", order="recipe", epoch_length=128, claimed_length=128, num_loader_workers=0,
+        batch_size=1, element_bytes=8, element_seconds=0.1, sampled_elements=2, versions=Versions(python="3.11"),
+    )  # fmt: skip
+    sizes = SegmentSizes(first=32, largest=32, machines=1)
+    loader = LoaderPlan(loader="x", units=128, machines=1, inspection=inspection, sizes=sizes, source="d.py:x")
+    plan = Plan(
+        run=SCOPE.run, run_id="run-1", project="p", snapshot="s", loaders={"x": loader}, seed=0, randomness="element",
+        remainder="pad", flavor="g2.8", nnodes=1, nproc_per_node=8, cpus=1,
+    )  # fmt: skip
+    conf = {"project": "p", "script": "t.py", "cpus": 1, "units": 128, "loaders": {"x": "d.py:x"}, "start": start}
+    pinned = PinnedRequest(run_id="run-1", run=SCOPE.run, request=parse_request(conf), snapshot="s", base_record=0)
+    store.put(SCOPE.keys.plan, plan.to_bytes())
+    store.put(SCOPE.keys.request, pinned.to_bytes())
+    return store
+
+
+def commit(store: MemoryStore, n: int) -> None:
+    record = ShardRecord(
+        loader="x", epoch=0, stream=0, n=n, start=32 * n, stop=32 * n + 32, last_of_epoch=n == 3, last_of_units=n == 3,
+        epoch_length=128 if n == 3 else None, key=f"k{n}", num_bytes=1, schema_length=1, schema_crc32=0, lanes=[],
+        content_digest="d", machine=0, host="h", generation=1, started_at=n, committed_at=n + 1, load_s=0, encode_s=0,
+        upload_s=0,
+    )  # fmt: skip
+    store.put(SCOPE.keys.ledger_record("x", 0, 0, n), record.to_bytes())
+
+
+def test_gate_opens_when_the_contiguous_prefix_is_there_and_not_before():
+    store = planned()
+    watch = GateWatch.of_run(store, SCOPE.run)
+    assert not watch.look().is_open
+    commit(store, 1)
+    assert not watch.look().is_open  # segment 0 is missing
+    assert store.head(SCOPE.keys.gate) is None
+    commit(store, 0)
+    decision = watch.look()
+    assert decision.is_open
+    assert GateDecision.model_validate_json(store.get(SCOPE.keys.gate)) == decision
+
+
+class Told(GateTrigger):
+    """The trigger with a store, and with what Airflow would say, of a test's."""
+
+    store: MemoryStore
+    stopped = 0
+
+    def open_watch(self) -> GateWatch:
+        return GateWatch.of_run(self.store, self.scope.run)
+
+    def num_stopped(self) -> int:
+        return self.stopped
+
+
+def event_of(store: MemoryStore, *, deadline: float, stopped: int = 0) -> dict[str, str]:
+    trigger = Told(**dataclasses.asdict(SCOPE), deadline=deadline, stopped_by=["prepare"], stopped_by_states=["failed"])
+    trigger.store, trigger.stopped = store, stopped
+
+    async def first() -> dict[str, str]:
+        async for event in trigger.run():
+            return event.payload
+        raise AssertionError("no event")
+
+    return asyncio.run(asyncio.wait_for(first(), 20))
+
+
+def test_trigger_fires_when_the_gate_opens():
+    store = planned()
+    commit(store, 0)
+    commit(store, 1)
+    event = event_of(store, deadline=time.time() + 60)
+    assert event["status"] == "open" and "50 %" in event["reason"]
+
+
+def test_trigger_gives_up_at_once_when_prepare_failed():
+    event = event_of(planned(), deadline=time.time() + 60, stopped=1)
+    assert event["status"] == "failed" and "prepare" in event["reason"]
+
+
+def test_trigger_gives_up_after_the_deadline():
+    assert event_of(planned(), deadline=0)["status"] == "failed"
