@@ -89,11 +89,10 @@ class Runs:
     def tasks(self, run_id: str) -> dict[str, str | None]:
         """The states of all tasks, mapped ones as ``prepare_0``."""
         found = self.get(f"{RUNS}/{run_id}/taskInstances", limit=200).json()["task_instances"]
-        names = {
+        return {
             (one["task_id"] if one["map_index"] < 0 else f"{one['task_id']}_{one['map_index']}"): one["state"]
             for one in found
         }
-        return names
 
     def wait_for(self, run_id: str, task: str, *states: str, wait_s: float = 120) -> None:
         until(lambda: self.tasks(run_id).get(task) in states, wait_s=wait_s)
