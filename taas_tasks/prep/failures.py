@@ -15,6 +15,14 @@ _WORKER_HINT = (
 )
 
 
+def is_worker_death(error: BaseException) -> bool:
+    """Return whether torch says that a loader worker died.
+
+    It raises that from a SIGCHLD handler too, wherever the main thread happens to be.
+    """
+    return isinstance(error, RuntimeError) and _WORKER_DIED.search(str(error)) is not None
+
+
 def raised_at(failure: Failure, producer: Producer) -> LoaderError:
     """Return the error for an element at which the user's code raised."""
     return LoaderError(
@@ -31,7 +39,7 @@ def raised_at(failure: Failure, producer: Producer) -> LoaderError:
 
 def raised_while_waiting(error: Exception, producer: Producer, *, epoch: int, index: int) -> LoaderError:
     """Return the error for an exception of the loader itself: its samplers, its worker_init_fn, a worker that died."""
-    hint = _WORKER_HINT if _WORKER_DIED.search(str(error)) else ""
+    hint = _WORKER_HINT if is_worker_death(error) else ""
     return LoaderError(
         f"loader {producer.loader!r} raised {describe(error)} while element {index} of epoch {epoch} was awaited"
         f" (on {producer.host}){hint}",

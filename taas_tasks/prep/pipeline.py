@@ -59,8 +59,10 @@ class Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._encoding.shutdown(wait=True)
-        self._uploading.shutdown(wait=True)
+        try:
+            self._encoding.shutdown(wait=True)
+        finally:
+            self._uploading.shutdown(wait=True)
         if error is None:
             self._raise_first_error()
 

@@ -14,7 +14,7 @@ from taas.errors import LoaderError, RunCancelled, TaasError
 from taas_tasks.layout import RunKeys
 from taas_tasks.prep.commit import Committed, Producer, Segment
 from taas_tasks.prep.elements import Failure, Task, loader_of_tasks, owned
-from taas_tasks.prep.failures import raised_at, raised_while_waiting
+from taas_tasks.prep.failures import is_worker_death, raised_at, raised_while_waiting
 from taas_tasks.prep.order import Order
 from taas_tasks.prep.pipeline import LoadedSegment, Pipeline
 from taas_tasks.prep.progress import Progress
@@ -126,6 +126,7 @@ class _Share:
         self._abort = Abort(store, producer.run, clock=clock.monotonic)
         self._progress = Progress(store, RunKeys(producer.run), plan)
         self._work = Work(plan, self._progress, machine=producer.machine, clock=clock.monotonic, pace=pace)
+        self._awaited: deque[Task] = deque()
         self._tally = Tally()
 
     def prepare(self) -> Tally:
@@ -150,10 +151,15 @@ class _Share:
         elements = self._elements(tasks)
         # the iterator forks the loader workers when it is first asked, which is before the pipeline starts its threads
         ahead = next(elements)
-        with self._pipeline() as pipeline:
-            for loaded in _gathered(ahead, elements, begun):
-                self._work.note_seconds(loaded.load_s)
-                pipeline.submit(loaded)
+        try:
+            with self._pipeline() as pipeline:
+                for loaded in _gathered(ahead, elements, begun):
+                    self._work.note_seconds(loaded.load_s)
+                    pipeline.submit(loaded)
+        except RuntimeError as error:
+            if is_worker_death(error):
+                raise self._raised(error) from None
+            raise
 
     def _pipeline(self) -> Pipeline:
         return Pipeline(self._store, self._producer, allow_pickle=self._allow_pickle, on_commit=self._on_commit)
@@ -192,11 +198,11 @@ class _Share:
 
     def _elements(self, tasks: Iterator[Task]) -> Iterator[Any]:
         """Yield the elements of tasks; says of an exception which element it was."""
-        sent: deque[Task] = deque()
+        self._awaited.clear()
 
         def noted() -> Iterator[Task]:
             for task in tasks:
-                sent.append(task)
+                self._awaited.append(task)
                 yield task
 
         always = self._loader.num_workers == 0
@@ -204,13 +210,16 @@ class _Share:
             for element in loader_of_tasks(self._loader, _Once(noted()), seed=self._seed):
                 if isinstance(element, Failure):
                     raise raised_at(element, self._producer)
-                sent.popleft()
+                self._awaited.popleft()
                 yield owned(element, always=always)
         except TaasError:
             raise
         except Exception as error:  # noqa: BLE001 (user code may raise anything)
-            awaited = sent[0] if sent else Task(0, 0, None)
-            raise raised_while_waiting(error, self._producer, epoch=awaited.epoch, index=awaited.index) from None
+            raise self._raised(error) from None
+
+    def _raised(self, error: Exception) -> LoaderError:
+        awaited = self._awaited[0] if self._awaited else Task(0, 0, None)
+        return raised_while_waiting(error, self._producer, epoch=awaited.epoch, index=awaited.index)
 
 
 class _Once:

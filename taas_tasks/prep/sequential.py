@@ -19,7 +19,7 @@ from taas_tasks.layout import RunKeys
 from taas_tasks.plan import LANES, padding_of, segment_bounds, segment_of
 from taas_tasks.prep.commit import Committed, Producer, Segment
 from taas_tasks.prep.elements import owned, set_epoch
-from taas_tasks.prep.failures import raised_while_waiting
+from taas_tasks.prep.failures import is_worker_death, raised_while_waiting
 from taas_tasks.prep.pipeline import LoadedSegment, Pipeline
 from taas_tasks.prep.produce import Abort, Tally
 from taas_tasks.prep.progress import committed_segments
@@ -74,19 +74,29 @@ class _Reading:
         self._is_exact = is_exact
         self._abort = Abort(store, producer.run, clock=time.monotonic)
         self._there = committed_segments(store, RunKeys(producer.run), plan.loader)
+        self._awaited = (0, 0)
         self._tally = Tally()
 
     def prepare(self) -> Tally:
         segments = self._segments()
         # the first epoch's loader workers are forked here, before the pipeline starts its threads
         first = next(segments)
-        with Pipeline(
-            self._store, self._producer, allow_pickle=self._allow_pickle, on_commit=self._on_commit
-        ) as pipeline:
-            self._submit(first, pipeline)
-            for loaded in segments:
-                self._submit(loaded, pipeline)
+        try:
+            with Pipeline(
+                self._store, self._producer, allow_pickle=self._allow_pickle, on_commit=self._on_commit
+            ) as pipeline:
+                self._submit(first, pipeline)
+                for loaded in segments:
+                    self._submit(loaded, pipeline)
+        except RuntimeError as error:
+            if is_worker_death(error):
+                raise self._raised(error) from None
+            raise
         return self._tally
+
+    def _raised(self, error: Exception) -> LoaderError:
+        epoch, index = self._awaited
+        return raised_while_waiting(error, self._producer, epoch=epoch, index=index)
 
     def _submit(self, loaded: LoadedSegment, pipeline: Pipeline) -> None:
         if loaded.segment.id in self._there:
@@ -155,17 +165,17 @@ class _Reading:
 
     def _elements(self, epoch: int, limit: int) -> Iterator[Any]:
         """Yield at most ``limit`` elements of one iteration; says of an exception which element was awaited."""
-        index = 0
         always = self._loader.num_workers == 0
+        self._awaited = (epoch, 0)
         try:
             set_epoch(self._loader, epoch)
             for element in self._loader:
                 self._abort.check()
                 yield owned(element, always=always)
-                index += 1
-                if index == limit:
+                self._awaited = (epoch, self._awaited[1] + 1)
+                if self._awaited[1] == limit:
                     return
         except TaasError:
             raise
         except Exception as error:  # noqa: BLE001 (user code may raise anything)
-            raise raised_while_waiting(error, self._producer, epoch=epoch, index=index) from None
+            raise self._raised(error) from None
