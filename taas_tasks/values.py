@@ -331,7 +331,9 @@ class ArtifactRecord(Value):
     snapshot: str
     files: list[Artifact]
     notes: list[str] = []
-    kept_beside: dict[str, str] = {}  # path as rank 0 wrote it -> path where it was kept, as someone changed it meanwhile
+    kept_beside: dict[
+        str, str
+    ] = {}  # path as rank 0 wrote it -> path where it was kept, as someone changed it meanwhile
 
 
 class JobRecord(Value):

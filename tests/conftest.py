@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from taas_tasks.stack import Stack
 from taas_tasks.store import ObjectStore, open_store
 from taas_tasks.store.memory import MemoryStore
 from tests.support.s3_server import S3Server, running_s3_server
@@ -24,19 +22,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def s3_store(s3_server: S3Server) -> ObjectStore:
     """A store on the real server below a prefix of its own; ``s3_server.fresh_config()`` gives another one's config."""
     return open_store(s3_server.fresh_config())
-
-
-@pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The whole local stack (Airflow too) with the repository's DAGs and plugins; ends with the session in any case."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
-    found = Stack(tmp_path_factory.mktemp("stack"), env=kept, supervise=True)
-    try:
-        found.up()
-        yield found
-    finally:
-        found.down(grace_s=5.0)
-        found.drop_database()
 
 
 @pytest.fixture

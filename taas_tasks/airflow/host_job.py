@@ -74,6 +74,7 @@ def take_hosts(
         hold_s=HOLD_S,
         asked_at=placement.asked_at,
         num_hosts=wanted.num_hosts,
+        label=f"run {scope.run_id}",
     )
     if isinstance(answer, on_host.Waiting):
         return answer
@@ -215,7 +216,7 @@ def program_spec(
         job_id=job.job_id,
         owner=owner,
         argv=[host.python, "-m", module, "{job}/input.json"],
-        env={**host.env, **env},
+        env={"PYTHONUNBUFFERED": "1", **host.env, **env},
         files={"input.json": input_json},
         timeout_s=timeout_s,
         lease_s=LEASE_S,

@@ -22,8 +22,11 @@ _PREPARE_TIMEOUT_S = 14 * 86400.0
 
 
 def loader_environment(request: TrainRequest) -> dict[str, str]:
-    """Return the environment of the user's loaders: that of the ranks, secrets too, as they may read a bucket."""
-    return {**request.env, **resolve_secrets(request.secrets, project=request.project)}
+    """Return the environment of the user's loaders: that of the ranks, secrets too, as they may read a bucket.
+
+    Strings hash alike on all machines, so that a dataset that iterates over a set does so in one order everywhere.
+    """
+    return {"PYTHONHASHSEED": "0", **request.env, **resolve_secrets(request.secrets, project=request.project)}
 
 
 class InspectTask(HostJobTask):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from taas.errors import LaunchError, TaasError
+from taas.errors import JobTimeout, LaunchError, RankFailed, TaasError
 from taas_tasks.airflow.host_job_task import HostJobTask, Order, Work, hosts_of
 from taas_tasks.airflow.program_inputs import AgentInput, common_input
 from taas_tasks.airflow.secret_values import resolve_secrets
@@ -95,9 +95,15 @@ class TrainTask(HostJobTask):
         return placement.generation
 
     def failed(self, work: Work, placement: Placement, error: TaasError) -> TaasError:
-        """Return the verdict over all nodes: the first failing rank, its host and cause; the jobs' own ends else."""
+        """Return the verdict over all nodes: the first failing rank, its host and cause; the jobs' own ends else.
+
+        An agent that was ended for its timeout tells of a stop only, the job's own end says why.
+        """
         result = gather(work.store, work.scope.run, generation=placement.generation, nnodes=len(placement.jobs))
-        return launch_error(result) or error
+        verdict = launch_error(result)
+        if verdict is None or (isinstance(error, JobTimeout) and not isinstance(verdict, RankFailed)):
+            return error
+        return verdict
 
     def stopped(self, reason: str) -> NoReturn:
         """Fail: without its data the training cannot go on."""

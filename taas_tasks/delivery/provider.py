@@ -128,7 +128,7 @@ class RankProvider:
         keys = dict(self._plan.plain_payloads.values())
         folder = Path(self._context.payloads_dir or Path(self._context.counters_dir).parent / "payloads")
         try:
-            return open_loader(source, self.project_dir, _Payloads(folder, keys))  # type: ignore[arg-type]
+            return open_loader(source, self.project_dir, _Payloads(folder, keys), is_to_be_prepared=False)  # type: ignore[arg-type]
         except LoaderError:
             _log.exception("loader '%s' cannot be opened", name)
             raise

@@ -78,6 +78,7 @@ def _prepare(rank: _Rank) -> None:
     _forget_fork_server()
     if rank.rank != 0:
         _guard(rank)
+    os.umask(0o022)  # jobs run with 077; what the script writes is to have the modes that it would have anywhere
     die_with_parent()  # after the guard: a change of credentials clears it
     os.chdir(rank.project)
     _add_python_path()

@@ -83,6 +83,7 @@ def inspect_loader(
         claimed_length=claimed,
         num_loader_workers=loader.num_workers,
         batch_size=loader.batch_size,
+        pin_memory=loader.pin_memory,
         element_bytes=_element_bytes(shard),
         element_seconds=sample.element_seconds,
         sampled_elements=len(sample.elements),

@@ -13,6 +13,7 @@ RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _RETRIED_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "InternalError"})
 _REFUSALS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "ExpiredToken", "InvalidToken"})
 _CLOCK_CODES = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
+_jitter = random.Random()  # of its own: the user's stream of random numbers must not move when a request is retried
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Retries:
 
     def wait(self, attempt: int) -> None:
         """Sleep before the try after ``attempt`` (from 1)."""
-        time.sleep(random.uniform(0, min(20.0, self.first_wait_s * 2**attempt)))
+        time.sleep(_jitter.uniform(0, min(20.0, self.first_wait_s * 2**attempt)))
 
 
 def code_of(body: str) -> str:
