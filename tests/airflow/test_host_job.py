@@ -140,7 +140,7 @@ def test_gang_waits_whole_and_says_for_whom(hosts, store):
     gang = host_job(hosts, store, flavor="g2.8", num_hosts=2, scope=dataclasses.replace(SCOPE, task_id="train"))
     waiting = gang.place(gang.find()[1])
     assert isinstance(waiting, Waiting)
-    assert first.jobs[0].job_id in waiting.reason and "waits for 1 of 2 g2.8" in waiting.reason
+    assert waiting.reason == "waits for 1 of 2 g2.8; held by run other"
     assert gang.find()[0] == "waiting"
     taker.clear_away(first)
     assert len(placed(gang, gang.find()[1]).jobs) == 2
