@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from taas_tasks.stack import Stack
-from tests.e2e.runs import Runs
+from tests.e2e.runs import CPU_HOSTS, GPU_HOSTS, Runs
 
 
 @pytest.fixture(scope="session")
@@ -19,15 +19,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     ``TAAS_TEST_STACK`` names the folder of one that is up already, for whoever writes tests.
     """
     if folder := os.environ.get("TAAS_TEST_STACK"):
-        yield Stack(Path(folder), hosts_gpu=2, hosts_cpu=2)
+        yield Stack(Path(folder), hosts_gpu=GPU_HOSTS, hosts_cpu=CPU_HOSTS)
         return
     root = tmp_path_factory.mktemp("stack")
     for folder in (root, *list(root.parents)[:2]):
         folder.chmod(folder.stat().st_mode | 0o011)  # PostgreSQL runs as another user when we are root
-    stack = Stack(root, hosts_gpu=2, hosts_cpu=2, supervise=True)
-    stack.up()
-    yield stack
-    stack.down()
+    stack = Stack(root, hosts_gpu=GPU_HOSTS, hosts_cpu=CPU_HOSTS, supervise=True)
+    try:
+        stack.up()
+        yield stack
+    finally:
+        stack.down()
+        stack.drop_database()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,8 @@ from taas_tasks.stack.airflow_processes import inventory
 from taas_tasks.store import open_store
 
 DAG = "taas_train"
+GPU_HOSTS = 4
+CPU_HOSTS = 2
 RUNS = f"/api/v2/dags/{DAG}/dagRuns"
 
 
@@ -117,7 +119,7 @@ class Runs:
     # --- looking at hosts ---
 
     def hosts(self) -> list[Host]:
-        setup = inventory(self.stack.files.hosts, hosts_gpu=2, hosts_cpu=2)
+        setup = inventory(self.stack.files.hosts, hosts_gpu=GPU_HOSTS, hosts_cpu=CPU_HOSTS)
         return Inventory.model_validate(setup).hosts
 
     def held_slots(self) -> list[str]:
