@@ -5,6 +5,7 @@ A process is known by pid *and* start time, so a pid that the kernel gave to som
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ MARKER = "TAAS_STACK"  # in the environment of every process of a stack, and inh
 
 # What this process started and did not yet see end: kept, as a forgotten Popen warns of a process that runs on.
 _children: dict[int, subprocess.Popen[bytes]] = {}
+_LAST_THREADS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,12 @@ def stop(process: ProcessId, *, grace_s: float, first: signal.Signals = signal.S
 
 
 def reap(pid: int) -> None:
-    """Take the exit status of one that ``start`` started here, so that no zombie is left."""
+    """Take the exit status of one that ``start`` started here and that has ended, so that no zombie is left."""
     child = _children.get(pid)
-    if child is not None and child.poll() is not None:
+    if child is None:
+        return
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=_LAST_THREADS_S)  # it looks dead from when its first thread has ended
         del _children[pid]
 
 
