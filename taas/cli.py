@@ -104,6 +104,9 @@ def _add_request_verbs(verbs: Any) -> None:
     check.add_argument("request", help="JSON file, or - for standard input")
     check.add_argument("--flavors", type=Path, help="the site's flavors (TOML)")
     check.set_defaults(action=_check)
+    schema = verbs.add_parser("schema", help="print every field of a request, as a JSON schema")
+    schema.add_argument("--flavors", type=Path, help="the site's flavors (TOML)")
+    schema.set_defaults(action=_schema)
     submit = verbs.add_parser("submit", help="start a run")
     submit.add_argument("request", help="JSON file, or - for standard input")
     submit.add_argument("--follow", action="store_true", help="print its progress; end with 0 or 1 as the run does")
@@ -195,6 +198,14 @@ def _check(parsed: argparse.Namespace) -> int:
 
     request = parse_request(_read_conf(parsed.request), flavors=load_flavors(parsed.flavors))
     _say(f"{parsed.request}: no faults (digest {request_digest(request)[:12]})")
+    return OK
+
+
+def _schema(parsed: argparse.Namespace) -> int:
+    from taas.flavors import load_flavors
+    from taas.request import request_schema
+
+    _say(json.dumps(request_schema(flavors=load_flavors(parsed.flavors)), indent=2))
     return OK
 
 

@@ -58,6 +58,13 @@ def test_check_names_every_fault_on_its_own_line(taas: Command, tmp_path: Path, 
     assert all(line.startswith("taas: ") for line in lines)
 
 
+def test_schema_describes_every_field_of_a_request(taas: Command, capsys: Any) -> None:
+    assert taas("schema") == 0
+    fields = json.loads(capsys.readouterr().out)["properties"]
+    assert set(fields) == set(TrainRequest.model_fields)
+    assert all(field["description"] for field in fields.values())
+
+
 def test_check_knows_the_flavors_of_the_site(taas: Command, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps({**CONF, "flavor": "g3.1", "gpus": 4}))
