@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from taas.cli import main
+from taas.request import TrainRequest
 from tests.taas.fake_airflow import FakeAirflow, answers, fails
 from tests.taas.test_project_files import content, fill
 from tests.taas.test_report_text import REPORT
