@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from taas.errors import RegisterError, RequestError, TaasError
+from taas.errors import ClientError, RegisterError, RequestError, TaasError
 
 if TYPE_CHECKING:
     from taas.client import Client
     from taas.run import Run
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
-_STACK_VERBS = ("up", "down", "status")
+_STACK_VERBS = ("up", "down", "status", "env")
 
 
 def main(argv: Sequence[str] | None = None, *, connect: Callable[[], Client] | None = None) -> int:
@@ -87,7 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="taas", description="Distributed training as a service.", epilog=_epilog(), allow_abbrev=False
     )
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
-    for verb, text in (("up", "start the local stack"), ("down", "stop it"), ("status", "say how it is")):
+    for verb, text in (
+        ("up", "start the local stack"),
+        ("down", "stop it"),
+        ("status", "say how it is"),
+        ("env", "print its environment, for Airflow's own commands"),
+    ):
         verbs.add_parser(verb, help=text, add_help=False)
     _add_request_verbs(verbs)
     _add_run_verbs(verbs)
@@ -233,8 +238,18 @@ def _follow(run: Run, *, to_stderr: bool) -> tuple[str, int]:
     except KeyboardInterrupt:
         message = f"no longer following; run {run.run_id} goes on. Stop it: taas cancel {run.run_id}"
         return "running", _complain(message, INTERRUPTED)
+    if state == "failed" and (verdict := _verdict(run)):
+        _say(verdict, stream)
     _say(f"run {run.run_id}: {state}. Its report: taas report {run.run_id}", stream)
     return state, OK if state == "success" else FAILED
+
+
+def _verdict(run: Run) -> str | None:
+    """Return why the run failed, as far as it left a report."""
+    try:
+        return run.report().get("verdict")
+    except ClientError:
+        return None
 
 
 def _runs(parsed: argparse.Namespace) -> int:
@@ -259,9 +274,11 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _logs(parsed: argparse.Namespace) -> int:
+    has_text = False
     for text in _attached(parsed).follow_logs(rank=parsed.rank):
+        has_text = True
         _say(text, end="")
-    return OK
+    return OK if has_text else _complain(f"run {parsed.run} has no log of a rank {parsed.rank}", FAILED)
 
 
 def _artifacts(parsed: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"run {report['run_id']}: {report['state']}"
     if report.get("verdict"):
         yield f"verdict: {report['verdict']}"
-    yield from _loader_lines(report.get("loaders") or {})
+    yield from _loader_lines(report.get("loaders") or {}, has_failed=report["state"] == "failed")
     yield from _phase_lines(report.get("phases") or [])
     cost = report.get("cost") or {}
     yield from _stall_lines(report.get("gpu_stall") or {})
@@ -27,10 +27,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"warning: {warning}" for warning in report.get("warnings") or [])
 
 
-def _loader_lines(loaders: Mapping[str, Any]) -> Iterator[str]:
+def _loader_lines(loaders: Mapping[str, Any], *, has_failed: bool) -> Iterator[str]:
     for name, account in loaders.items():
         counts = ", ".join(f"{word} {account[word]}" for word in _ACCOUNT if account.get(word))
-        yield f"loader {name}: {counts or 'nothing'}" + ("" if account.get("explained", True) else " - UNEXPLAINED")
+        yield f"loader {name}: {counts or 'nothing'}" + (
+            "" if has_failed or account.get("explained", True) else " - UNEXPLAINED"
+        )
         yield from (f"  {note}" for note in account.get("notes") or [])
 
 

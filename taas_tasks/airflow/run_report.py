@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from taas.errors import ObjectMissing
 from taas.flavors import Flavor
 from taas_tasks.airflow.scope import STARTED_AT, Scope, task_states
 from taas_tasks.report import as_text, build_report, collect
@@ -64,9 +65,19 @@ def write_report(
 
 
 def _verdict(store: ObjectStore, scope: Scope, failed: list[str]) -> str:
-    """Return what failed and why: the tasks' own words, which they left in the store."""
-    words = [f"{name}: {said}" for name in failed if (said := _last_words(store, scope, name))]
-    return "\n".join(words) or f"failed: {', '.join(failed)} (ended by a user, or see the task's log)"
+    """Return what failed and why: the tasks' own words, which they left in the store, the culprit's first."""
+    culprit = _culprit(store, scope)
+    in_order = sorted(failed, key=lambda name: name != culprit)
+    words = [f"{name}: {said}" for name in in_order if (said := _last_words(store, scope, name))]
+    return "\n".join(words) or f"{', '.join(failed)}: ended by a user, or killed before it could say why"
+
+
+def _culprit(store: ObjectStore, scope: Scope) -> str | None:
+    """Return the task that told the hosts to stop: the first one that failed for good while others ran."""
+    try:
+        return store.get(scope.keys.abort).decode().partition(":")[0]
+    except ObjectMissing:
+        return None
 
 
 def _last_words(store: ObjectStore, scope: Scope, name: str) -> str | None:

@@ -16,6 +16,7 @@ from taas_tasks.airflow.deployment import Deployment, read_deployment, read_flav
 from taas_tasks.airflow.run_release import release_run
 from taas_tasks.airflow.run_report import write_report
 from taas_tasks.airflow.scope import note_start, scope_of, task_states
+from taas_tasks.airflow.secret_values import resolve_secrets
 from taas_tasks.artifacts import publish, read_staged
 from taas_tasks.plan import describe, make_plan
 from taas_tasks.store import ObjectStore, open_store
@@ -46,15 +47,32 @@ def check_deployment(request: TrainRequest, deployment: Deployment) -> None:
         raise RequestError("\n".join(f"{fault['field']}: {fault['message']}" for fault in faults), faults=faults)
 
 
+def named_files(request: TrainRequest) -> dict[str, str]:
+    """Return the project's files that a request names, by field: its script, and the files of its loaders."""
+    files = {} if request.script is None else {"script": request.script}
+    sources = {name: ref.source for name, ref in request.loaders.items() if ref.source is not None}
+    return files | {f"loaders.{name}": source.rpartition(":")[0] for name, source in sources.items()}
+
+
 def pin(store: ObjectStore, run_id: str, run: str, request: TrainRequest) -> PinnedRequest:
-    """Return the request with the project's head as its snapshot."""
+    """Return the request with the project's head as its snapshot.
+
+    Raises:
+        RequestError: names every file that the request asks for and the project does not have.
+    """
     number, snapshot = repository.head(store, request.project)
-    if request.script is not None and request.script not in repository.snapshot_files(store, request.project, snapshot):
-        message = (
-            f"project {request.project!r} has no file {request.script!r} (record {number}); put it there: "
-            f"taas project put {request.project} FOLDER"
-        )
-        raise RequestError(f"script: {message}", faults=[{"field": "script", "message": message}])
+    there = repository.snapshot_files(store, request.project, snapshot)
+    faults = [
+        {
+            "field": field,
+            "message": f"project {request.project!r} has no file {path!r} (record {number}); put it there: "
+            f"taas project put {request.project} FOLDER",
+        }
+        for field, path in named_files(request).items()
+        if path not in there
+    ]
+    if faults:
+        raise RequestError("\n".join(f"{fault['field']}: {fault['message']}" for fault in faults), faults=faults)
     return PinnedRequest(run_id=run_id, run=run, request=request, snapshot=snapshot, base_record=number)
 
 
@@ -68,6 +86,7 @@ def validate(context: Mapping[str, Any]) -> list[str]:
     deployment = read_deployment()
     request = parse_request(context["dag_run"].conf or {}, flavors=deployment.flavors)
     check_deployment(request, deployment)
+    resolve_secrets(request.secrets, project=request.project)  # that they are there; they are read again when needed
     store = open_store(deployment.store)
     fitness = refuse_unfit_store(store)
     if abs(fitness.clock_skew_s) > _MAX_CLOCK_SKEW_S:

@@ -1,4 +1,4 @@
-"""The command: ``python -m taas_tasks.stack up|down|status [--root var/stack]``."""
+"""The command: ``python -m taas_tasks.stack up|down|status|env [--root var/stack]``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,8 +17,8 @@ from taas_tasks.stack.stack import Stack
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m taas_tasks.stack", description=__doc__)
-    parser.add_argument("command", choices=["up", "down", "status"])
+    parser = argparse.ArgumentParser(prog="taas", description=__doc__)
+    parser.add_argument("command", choices=["up", "down", "status", "env"])
     parser.add_argument("--root", type=Path, default=Path("var/stack"), help="the folder of everything (var/stack)")
     parser.add_argument("--hosts-gpu", type=int, default=4, help="emulated g2.8 machines (4)")
     parser.add_argument("--hosts-cpu", type=int, default=8, help="emulated c1.4 machines (8)")
@@ -41,7 +42,7 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
         env=clean,
     )
     try:
-        return {"up": _up, "down": _down, "status": _status}[asked.command](stack, asked)
+        return {"up": _up, "down": _down, "status": _status, "env": _env}[asked.command](stack, asked)
     except TaasError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command
         return 1
@@ -60,6 +61,14 @@ def _down(stack: Stack, _: argparse.Namespace) -> int:
     if stack.files.state.exists():
         stack.down()
     print("stopped")  # noqa: T201 - a command
+    return 0
+
+
+def _env(stack: Stack, _: argparse.Namespace) -> int:
+    """Print the environment in which Airflow's own commands work on this stack: ``eval "$(taas env)"``."""
+    for name, value in stack.environment().items():
+        if name.startswith("AIRFLOW"):
+            print(f"export {name}={shlex.quote(value)}")  # noqa: T201 - a command
     return 0
 
 

@@ -184,6 +184,25 @@ def test_runs_are_listed(taas: Command, request_file: Path, capsys: Any) -> None
     assert json.loads(capsys.readouterr().out) == [{"run_id": "a", "state": "queued", "started_at": "2026-01-01"}]
 
 
+def test_submit_that_follows_says_why_a_run_failed(
+    taas: Command, airflow: FakeAirflow, request_file: Path, capsys: Any
+) -> None:
+    airflow.statuses["a"] = [state("failed", "train: failed")]
+    airflow.reports["a"] = REPORT
+    assert taas("submit", request_file, "--run-id", "a", "--follow") == 1
+    assert "rank 3 on host-1: CUDA OOM" in capsys.readouterr().out.splitlines()
+
+
+def test_logs_of_a_rank_that_wrote_nothing_are_said_to_be_missing(
+    taas: Command, request_file: Path, airflow: FakeAirflow, capsys: Any
+) -> None:
+    taas("submit", request_file, "--run-id", "a")
+    airflow.statuses["a"] = [state("failed", "train: failed")]
+    capsys.readouterr()
+    assert taas("logs", "a", "--rank", "99") == 1
+    assert capsys.readouterr().err == "taas: run a has no log of a rank 99\n"
+
+
 def test_report_comes_as_text_and_as_json(taas: Command, airflow: FakeAirflow, capsys: Any) -> None:
     airflow.reports["a"] = REPORT
     assert taas("report", "a") == 0

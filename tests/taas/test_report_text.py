@@ -44,7 +44,7 @@ def test_a_report_tells_everything_in_lines() -> None:
         "verdict: rank 3 on host-1: CUDA OOM",
         "loader train: asked 100, extracted 100, consumed 96, unread 4",
         "  broke off",
-        "loader val: asked 5 - UNEXPLAINED",
+        "loader val: asked 5",
         "  prepare       12.3 s             99 units: 24.7 s of c1.4",
         "  gate           1.0 s",
         "waiting for data: 1.2% of the ranks' time; rank 3 waited longest, 2.5 s",
@@ -53,6 +53,11 @@ def test_a_report_tells_everything_in_lines() -> None:
         "  out/m.pt  3 bytes  sha256 abababababab",
         "warning: slow disk",
     ]
+
+
+def test_books_that_do_not_close_are_told_of_a_success_only() -> None:
+    """Of a failed run the verdict says what is missing and why."""
+    assert "loader val: asked 5 - UNEXPLAINED" in report_text({**REPORT, "state": "success"}).splitlines()
 
 
 def test_a_report_of_a_run_that_did_nothing_is_short() -> None:
