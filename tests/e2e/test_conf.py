@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -62,3 +65,12 @@ def test_script_that_the_project_lacks_fails_validate_before_a_machine_is_taken(
     assert states["release"] == "success" and states["report"] == "failed"
     assert "project 'empty' has no file 'train.py'" in runs.report(run_id)["verdict"]
     assert runs.held_slots() == []
+
+
+def test_airflows_own_command_works_in_the_environment_that_taas_env_prints(runs: Runs):
+    root = shlex.quote(str(runs.stack.files.root))
+    python = shlex.quote(sys.executable)
+    script = f'eval "$({python} -m taas_tasks.stack env --root {root})"; {python} -m airflow dags list --output json'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"taas_train"' in done.stdout
