@@ -185,7 +185,8 @@ def take_gang(
     answers = _ask(hosts, transports, owner_by_host, wanted=wanted, hold_s=hold_s, **place)
     taken, refused = answers.taken, answers.refused
     if len(taken) == wanted:
-        _give_up(refused, transports, owner_by_host)
+        # Places in the other queues, and holds of an earlier call there, would keep free hosts from everybody else.
+        _give_up([host.name for host in hosts if host.name not in taken], transports, owner_by_host)
         return GangHold(hosts=list(taken), owners={name: owner_by_host[name] for name in taken}, slots=taken)
     _give_up(taken, transports, owner_by_host, **place)
     missing = wanted - len(taken)

@@ -98,6 +98,30 @@ def test_a_small_gang_takes_the_first_free_hosts_and_queues_nowhere(
     assert again == hold
 
 
+def test_a_waiter_that_was_served_leaves_the_other_queues(hosts: list[Host], transports: dict[str, Transport]):
+    hosts = hosts[:3]
+    busy = take(hosts, transports, "busy")
+    assert isinstance(busy, GangHold)
+    assert isinstance(take(hosts, transports, "first", asked_at=2, num_hosts=1), Waiting)
+    assert isinstance(take(hosts, transports, "second", asked_at=3, num_hosts=1), Waiting)
+    jobs.release_gang(busy, transports)
+    first, second = (take(hosts, transports, run, asked_at=2, num_hosts=1) for run in ("first", "second"))
+    assert isinstance(first, GangHold) and first.hosts == ["gpu-0"]
+    assert isinstance(second, GangHold) and second.hosts == ["gpu-1"]
+
+
+def test_asking_again_when_an_earlier_host_came_free_holds_one_host(
+    hosts: list[Host], transports: dict[str, Transport]
+):
+    busy = take(hosts[:1], transports, "busy")
+    assert isinstance(busy, GangHold)
+    before = take(hosts, transports, "run", num_hosts=1)
+    assert isinstance(before, GangHold) and before.hosts == ["gpu-1"]
+    jobs.release_gang(busy, transports)
+    assert isinstance(take(hosts, transports, "run", num_hosts=1), GangHold)
+    assert len(holders(transports)) == 1
+
+
 def test_a_waiting_gang_is_not_overtaken(hosts: list[Host], transports: dict[str, Transport]):
     first = take(hosts[3:], transports, "first", asked_at=1)
     assert isinstance(take(hosts, transports, "big", asked_at=2), Waiting)
