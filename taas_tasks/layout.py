@@ -140,6 +140,10 @@ class RunKeys:
         """The object of one segment, as one try of one machine wrote it."""
         return f"{self.root}shards/{loader}/{epoch:06d}/{stream:04d}/{n:08d}-m{machine}-g{generation}.arrow"
 
+    def stream_position(self, loader: str, epoch: int, stream: int, n: int, *, generation: int, machine: int) -> str:
+        """How a loader worker reads on behind segment ``n`` of its stream."""
+        return f"{self.root}positions/{loader}/{epoch:06d}/{stream:04d}/{n:08d}-m{machine}-g{generation}"
+
     def ledger(self, loader: str) -> str:
         """The prefix of a loader's ledger."""
         return f"{self.root}ledger/{loader}/"

@@ -244,7 +244,7 @@ def _hosts(request: TrainRequest, flavor: Flavor) -> tuple[int, int]:
 
 def _plan_loader(request: TrainRequest, name: str, ref: LoaderRef, inspection: Inspection) -> LoaderPlan:
     units = ref.units or request.units or 0
-    machines = useful_machines(inspection, cpus=request.cpus or 1, randomness=request.randomness)
+    machines = useful_machines(inspection, cpus=request.cpus or 1)
     cache_bytes = int(request.cache_gb * (1 << 30)) // max(1, len(request.loaders))
     return LoaderPlan(
         loader=name,
@@ -258,9 +258,14 @@ def _plan_loader(request: TrainRequest, name: str, ref: LoaderRef, inspection: I
     )
 
 
-def useful_machines(inspection: Inspection, *, cpus: int, randomness: str) -> int:
-    """Return how many machines can share the preparation of a loader: one for what can only be read in sequence."""
-    return 1 if inspection.order == "sequential" or randomness == "exact" else cpus
+def useful_machines(inspection: Inspection, *, cpus: int) -> int:
+    """Return how many machines can share the preparation of a loader.
+
+    One for each stream of its workers at most, one for what a single process reads, or what each worker reads whole.
+    """
+    if inspection.read_by == "index":
+        return cpus
+    return min(cpus, inspection.num_streams) if inspection.is_shared else 1
 
 
 def _loader_faults(request: TrainRequest, loader: LoaderPlan, world_size: int) -> list[dict[str, str]]:
@@ -279,12 +284,22 @@ def _loader_warnings(request: TrainRequest, loader: LoaderPlan) -> list[str]:
     name = f"loader {loader.loader!r}"
     warnings = [f"{name}: {text}" for text in loader.inspection.warnings]
     if loader.machines < (request.cpus or 1):
-        why = "randomness is 'exact'" if request.randomness == "exact" else "it can only be read in sequence"
-        warnings.append(f"{name}: one machine of the {request.cpus} asked for is of use, because {why}")
+        warnings.append(
+            f"{name}: {loader.machines} of the {request.cpus} machines asked for can share it, {_why(loader)}"
+        )
     total = total_segments(loader)
     if total is not None and total > 2 * _MAX_SEGMENTS:
         warnings.append(f"{name}: {total} segments, as an epoch has only {loader.inspection.epoch_length} elements")
     return warnings
+
+
+def _why(loader: LoaderPlan) -> str:
+    """Say why no more machines are of use."""
+    if not loader.is_merged:
+        return "as one process must read it in sequence; num_workers of 1 or more would make streams that can be shared"
+    if not loader.inspection.is_shared:
+        return "as its dataset gives every loader worker all elements; share them by get_worker_info()"
+    return f"as it has {loader.num_streams} loader worker(s), each a stream that one machine must read in sequence"
 
 
 # --- for people -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from taas.request import TrainRequest
 
@@ -64,17 +64,24 @@ class Versions(Value):
 class Inspection(Value):
     """What a c1.4 found out about a loader before anything costly starts.
 
-    ``epoch_length``: elements that one iteration yields, where the order tells it (random access); None for iterables.
+    ``epoch_length``: elements that one iteration yields, where the order tells it (map-style); None for iterables.
     ``order``: "recipe" (a known sampler, replayed from seeds on every machine) or "chunks" (a sampler of the user's,
     run once in inspect and written by ``layout.RunKeys.order_chunk``) or "sequential" (an iterable: what it yields).
     ``epoch_lengths``: where a sampler of the user's yields epochs of different lengths, each one's (and then
     ``epoch_length`` is None); they hold at least the units asked for.
+    ``read_by``: "index" (any machine loads any element: one stream), "workers" (the loader's own ``num_streams`` loader
+    workers, each a stream with one owner: iterables, and map-style loaders with randomness "exact") or "process" (one
+    process iterates the loader: no loader workers, or an ``__iter__`` of the user's).
+    ``is_shared``: the loader workers read different parts; False where the dataset gives each of them everything.
+    ``has_position``: the dataset's ``state_dict`` was found to continue a stream truly.
+    ``base_seeds``: of the loader workers, per epoch, where a sampler of the user's was run (``order`` "chunks").
     """
 
     version: Literal[1] = 1
     loader: str
     kind: Literal["map", "iterable"]
     order: Literal["recipe", "chunks", "sequential"]
+    read_by: Literal["index", "workers", "process"] = "index"
     epoch_length: int | None
     epoch_lengths: list[int] = []
     claimed_length: int | None
@@ -85,14 +92,28 @@ class Inspection(Value):
     element_seconds: float
     sampled_elements: int
     num_streams: int = 1
+    is_shared: bool = True
+    has_position: bool = False
+    base_seeds: list[int] = []
     order_chunk_elements: int = 0
     order_num_epochs: int = 0
     warnings: list[str] = []
     versions: Versions
 
+    @model_validator(mode="after")
+    def _reading_fits(self) -> Inspection:
+        if (self.read_by == "index" and self.order == "sequential") or (
+            self.read_by != "workers" and self.num_streams != 1
+        ):
+            raise ValueError(f"read_by is {self.read_by!r} with order {self.order!r} and {self.num_streams} streams")
+        return self
+
 
 class SegmentSizes(Value):
     """How an epoch of a stream is cut: sizes double from ``first`` to ``largest`` elements, one doubling per round.
+
+    For a loader that is read by its workers each stream is cut by itself (``machines`` is 1): the sizes are then what a
+    segment has unless the stream or the units end before, and records alone tell where the next one starts.
 
     Both are multiples of 32 elements, or a power of two below 32 (elements of several MiB, or few elements): then a
     segment holds only some of the 32 lanes.
@@ -115,6 +136,16 @@ class LoaderPlan(Value):
     payload: str | None = None  # payload key of a pickled loader
     sha256: str | None = None
     source: str | None = None  # "data.py:make_loader"
+
+    @property
+    def num_streams(self) -> int:
+        """Streams of an epoch; stream s belongs to machine ``s mod machines``."""
+        return self.inspection.num_streams
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the loader's workers are its streams: the epoch is their merge, by ``taas_tasks.streams``."""
+        return self.inspection.read_by == "workers"
 
 
 class Plan(Value):
@@ -152,7 +183,12 @@ class LaneRecord(Value):
 
 
 class ShardRecord(Value):
-    """The ledger's record of one committed segment: elements [start, stop) of an epoch, plus padding.
+    """The ledger's record of one committed segment: elements [start, stop) of an epoch's stream, plus padding.
+
+    Of a loader that is not merged the one stream is the epoch. In a merged one positions are the stream's own:
+    ``last_of_epoch`` and ``epoch_length`` tell where the stream ends by itself (a cut at ``units`` is told by nobody:
+    ``taas_tasks.streams.MergedProgress`` finds it), ``last_of_units`` stays false, there is no padding (readers take it
+    from the epoch's start), a record may hold no element, and an element lies in lane ``streams.nominal_index`` mod 32.
 
     ``lanes`` are in the file's order (groups of 8 lanes in the order 0, 2, 1, 3). The bytes [0, schema_length) are the
     schema message. In an epoch's last segment ``last_of_epoch`` is true, ``epoch_length`` is its true length within
@@ -171,6 +207,7 @@ class ShardRecord(Value):
     last_of_epoch: bool = False
     epoch_length: int | None = None
     last_of_units: bool = False
+    position_key: str | None = None  # layout.RunKeys.stream_position: how to read on behind this segment
     key: str
     num_bytes: int
     schema_length: int

@@ -205,14 +205,26 @@ def test_a_loader_may_carry_its_own_units() -> None:
     assert made.loaders["data"].units == 77
 
 
+IN_SEQUENCE: dict[str, object] = {"order": "sequential", "epoch_length": None, "kind": "iterable"}
+
+
 @pytest.mark.parametrize(
-    ("of", "randomness"),
-    [({"order": "sequential", "epoch_length": None, "kind": "iterable"}, "element"), ({}, "exact")],
+    ("of", "machines"),
+    [
+        (IN_SEQUENCE | {"read_by": "process"}, 1),
+        (IN_SEQUENCE | {"read_by": "workers", "num_streams": 3}, 3),
+        (IN_SEQUENCE | {"read_by": "workers", "num_streams": 3, "is_shared": False}, 1),
+    ],
 )
-def test_what_is_read_in_sequence_gets_one_machine_and_the_plan_says_so(of: dict[str, object], randomness: str) -> None:
-    made = planned(of, randomness=randomness)
-    assert made.loaders["data"].machines == 1
-    assert any("one machine of the 4" in text for text in made.warnings)
+def test_what_few_machines_can_share_gets_no_more_and_the_plan_says_so(of: dict[str, object], machines: int) -> None:
+    made = planned(of)
+    assert made.loaders["data"].machines == machines
+    assert any(f"{machines} of the 4" in text for text in made.warnings)
+
+
+def test_a_reading_that_does_not_fit_its_order_is_refused() -> None:
+    with pytest.raises(ValueError, match="read_by is 'index'"):
+        inspection(**IN_SEQUENCE)  # type: ignore[arg-type]
 
 
 def test_a_request_without_loaders_prepares_nothing() -> None:

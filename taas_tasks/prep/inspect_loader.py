@@ -78,6 +78,7 @@ def inspect_loader(
         loader=producer.loader,
         kind="iterable" if isinstance(loader.dataset, IterableDataset) else "map",
         order=found.kind,
+        read_by="process" if found.kind == "sequential" else "index",
         epoch_length=found.epoch_length,
         epoch_lengths=found.epoch_lengths,
         claimed_length=claimed,

@@ -40,7 +40,7 @@ def run(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]
     loader = open_loader(loader_plan, folder, store)
     if loader.num_workers > 0:
         torch.set_num_threads(1)  # this process only copies: torch's threads would spin beside the loader workers
-    if loader_plan.inspection.order == "sequential":
+    if loader_plan.inspection.read_by == "process":
         return produce_in_sequence(
             loader,
             loader_plan,

@@ -51,6 +51,7 @@ class Prepared:
             loader=self.name,
             kind="map" if self.known_length else "iterable",
             order="recipe" if self.known_length else "sequential",
+            read_by="index" if self.known_length else "process",
             epoch_length=self.length if self.known_length else None,
             claimed_length=self.length,
             num_loader_workers=0,

@@ -240,6 +240,7 @@ def plan_of(
         loader="data",
         kind="map",
         order=found.kind,
+        read_by="process" if found.kind == "sequential" else "index",
         epoch_length=found.epoch_length,
         epoch_lengths=found.epoch_lengths,
         claimed_length=None,
@@ -278,7 +279,7 @@ def prepare(
     """Prepare one machine's share in this process, as the program does."""
     loader, loader_plan = make(), plan.loaders["data"]
     who = producer(machine, generation=generation)
-    if loader_plan.inspection.order == "sequential":
+    if loader_plan.inspection.read_by == "process":
         return produce_in_sequence(
             loader,
             loader_plan,
