@@ -20,7 +20,7 @@ class Options:
 
 @dataclass
 class Lane:
-    """One lane's results: one value per repetition. ``void`` says why they do not count (wrong ids, order, contents)."""
+    """One lane's results, a value per repetition. ``void`` says why they do not count (wrong ids, order, contents)."""
 
     part: str  # delivery, prep, overlap, memory, scale
     name: str
