@@ -152,6 +152,10 @@ class RunKeys:
         """The ``ShardRecord`` of a committed segment."""
         return f"{self.ledger(loader)}{epoch:06d}/{stream:04d}/{n:08d}.json"
 
+    def prepared(self, loader: str, machine: int) -> str:
+        """Put by a machine that saw all of a loader committed: from then on a missing record is a lost one."""
+        return f"{self.root}prepared/{loader}/{machine:04d}"
+
     def train(self, generation: int) -> str:
         """The prefix of all that one try of the training writes."""
         return f"{self.root}train/g{generation:04d}/"
