@@ -63,6 +63,11 @@ def owner_of(epoch: int, n: int, *, machines: int) -> int:
     return (n + epoch) % machines
 
 
+def stream_owner(stream: int, *, machines: int) -> int:
+    """Return the machine that reads a stream, in every epoch: of a loader whose workers are its streams."""
+    return stream % machines
+
+
 def helper_of(epoch: int, n: int, *, machines: int, turn: int) -> int:
     """Return the machine that redoes a lagging segment in the ``turn``-th place (0 is the first helper).
 
