@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from taas.errors import JobLost, ObjectMissing, RankFailed, TaasError, error_from_dict
@@ -126,7 +126,7 @@ def diagnose(nodes: Sequence[NodeResult]) -> Verdict | None:
     if lost:
         return _lost_verdict(lost[0], failures)
     if first is not None and first.rank.error_class != STOPPED:
-        return _rank_verdict(first, failures[1:])
+        return _with_those_who_left(_rank_verdict(first, failures[1:]), nodes)
     return _node_verdict(nodes)
 
 
@@ -193,6 +193,19 @@ def _rank_verdict(first: _Failure, others: Sequence[_Failure]) -> Verdict:
         traceback_tail=first.rank.traceback_tail,
         notes=[_note(other) for other in others],
     )
+
+
+def _with_those_who_left(verdict: Verdict, nodes: Sequence[NodeResult]) -> Verdict:
+    """Say which ranks had ended normally when a collective failed: most often that is why it failed."""
+    left = sorted(rank.rank for node in nodes for rank in node.ranks if rank.error_class is None)
+    if not left:
+        return verdict
+    named = ", ".join(map(str, left[:8])) + (", …" if len(left) > 8 else "")
+    message = (
+        f"{verdict.message}\nRank(s) {named} had come to the end of the script before, without an error: every rank must"
+        " take part in every collective, so all must make the same number of steps"
+    )
+    return replace(verdict, message=message)
 
 
 def _lost_verdict(lost: NodeResult, failures: Sequence[_Failure]) -> Verdict:

@@ -1,8 +1,9 @@
 """The bootstrap of one rank: from a fork of the fork server to the user's script as ``__main__``, and out again.
 
 The order matters: the log first (everything after can be read), the write guard while there is one thread, then what
-user code may see. A rank whose script has ended flushes, reports its end in a file, waits until the whole gang has
-ended (peers may need its sockets for minutes), and leaves by ``os._exit``.
+user code may see. A rank whose script has ended flushes, reports its end in a file, tells its peers that it sends
+nothing more (who waits for it in a collective must fail, not hang), waits until the whole gang has ended, and leaves by
+``os._exit``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from taas_tasks.delivery import install
 from taas_tasks.launch.files import EndReport, ErrorReport, RankFiles, RankSpec, write_json
 from taas_tasks.launch.guard import apply_guard
 from taas_tasks.launch.notice import WriteNotice
-from taas_tasks.launch.processes import die_with_parent, flush_c_streams
+from taas_tasks.launch.processes import die_with_parent, flush_c_streams, say_end_of_connections
 from taas_tasks.launch.script import CELL_NAME, open_cell, run_cell, run_script
 from taas_tasks.verdict import LAUNCH, class_of_exception
 
@@ -179,6 +180,7 @@ def _succeed(rank: _Rank) -> None:
     _flush()
     report = EndReport(rank=rank.rank, ended_at=time.time())
     write_json(rank.files.end(rank.rank), report.model_dump_json())
+    say_end_of_connections()
     while not rank.files.release.exists():
         time.sleep(0.05)
     os._exit(0)

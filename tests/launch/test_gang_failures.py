@@ -100,6 +100,43 @@ def test_killed_rank_is_the_verdict_not_its_peers_that_lost_the_connection(make_
     assert any(rank.error_class == "NCCL/timeout" for rank in peers), peers
 
 
+def test_rank_that_leaves_early_without_an_error_does_not_leave_its_peers_waiting(make_gang: MakeGang) -> None:
+    script = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        print("ready", flush=True)
+        if os.environ["RANK"] != "2":
+            for _ in range(3):
+                dist.all_reduce(torch.ones(1))
+    """
+    gang = make_gang(script, nproc=3)
+    gang.wait_for("r2] ready")
+    left_at = time.monotonic()
+    verdict = diagnose(gang.wait(timeout_s=20).nodes)
+    assert time.monotonic() - left_at < 15
+    assert verdict is not None
+    assert verdict.error_class == "NCCL/timeout"
+    assert "Rank(s) 2 had come to the end of the script before" in verdict.message
+
+
+def test_rank_that_works_on_alone_after_its_peers_have_ended_is_not_disturbed(make_gang: MakeGang) -> None:
+    script = """
+        import os, time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+        if os.environ["RANK"] == "0":
+            time.sleep(4)
+            print("saved", flush=True)
+        dist.destroy_process_group()
+    """
+    gang = make_gang(script, nproc=3)
+    result = gang.wait()
+    assert result.ok, gang.all_output()
+    assert "r0] saved" in gang.out()
+
+
 def test_lost_node_agent_takes_its_ranks_along_and_is_found_by_the_others(make_gang: MakeGang) -> None:
     script = """
         import os, time, torch, torch.distributed as dist
