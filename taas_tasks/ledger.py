@@ -1,4 +1,4 @@
-"""What the ledger's records add up to: how far a loader's contiguous committed prefix reaches. Pure.
+"""What the ledger's records add up to: how far a loader's contiguous committed prefix reaches, what is awaited. Pure.
 
 ``taas_tasks.ledger_reader`` reads the records; nothing here does I/O.
 """
@@ -7,17 +7,65 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
-from taas_tasks.plan import Epochs, epochs_of_plan, num_segments
+from pydantic import ValidationError
+
+from taas.errors import ObjectCorrupt
+from taas_tasks.layout import RunKeys
+from taas_tasks.plan import Epochs, epochs_of_plan, num_segments, segment_bounds, segment_of
+from taas_tasks.streams import MergedProgress
 from taas_tasks.values import LoaderPlan, ShardRecord, Watermark
+
+SegmentId: TypeAlias = tuple[int, int, int]
+"""A segment: ``(epoch, stream, n)``."""
+
+
+# --- one record -----------------------------------------------------------------------------------------------------
+
+
+def read_record(data: bytes, key: str) -> ShardRecord:
+    """Return the record that an object of the ledger holds.
+
+    Raises:
+        ObjectCorrupt: It is no record of this version, or one of another segment than ``key`` says.
+    """
+    try:
+        record = ShardRecord.model_validate_json(data)
+    except ValidationError as error:
+        raise corrupt_record(key, _finding(error)) from None
+    nowhere = RunKeys("")
+    own = nowhere.ledger_record(record.loader, record.epoch, record.stream, record.n).removeprefix(nowhere.root)
+    if not key.endswith(f"/{own}"):
+        raise corrupt_record(key, f"the record of another segment, {own!r}")
+    return record
+
+
+def corrupt_record(key: str, found: str) -> ObjectCorrupt:
+    """Return the error about an object of the ledger that cannot be what was committed."""
+    return ObjectCorrupt(
+        f"the ledger's record {key!r} is not what was committed; found {found}. Remove that object, then clear prepare"
+        " and train: the segment is prepared again",
+        key=key,
+    )
+
+
+def _finding(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else str(first["msg"])
+
+
+# --- one stream -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The first segment that the contiguous prefix lacks, and the units before it."""
+    """The first segment that the contiguous prefix lacks, where it starts in its epoch, and the units before it."""
 
     epoch: int = 0
     n: int = 0
+    start: int = 0
     units: int = 0
     num_segments: int = 0
     complete: bool = False
@@ -34,19 +82,20 @@ def after(frontier: Frontier, record: ShardRecord) -> Frontier:
     Raises:
         ValueError: The record is not the one that the frontier awaits.
     """
-    if (record.epoch, record.n) != frontier.segment or frontier.complete:
+    if (record.epoch, record.n, record.start) != (*frontier.segment, frontier.start) or frontier.complete:
         raise ValueError(
             f"loader {record.loader!r}: the ledger's next record is segment {frontier.n} of epoch {frontier.epoch},"
-            f" got segment {record.n} of epoch {record.epoch}"
+            f" got segment {record.n} of epoch {record.epoch}; it starts at element {frontier.start}, got {record.start}"
         )
     moved = replace(
         frontier,
         n=frontier.n + 1,
+        start=record.stop,
         units=frontier.units + record.stop - record.start,
         num_segments=frontier.num_segments + 1,
         complete=record.last_of_units,
     )
-    return replace(moved, epoch=frontier.epoch + 1, n=0) if record.last_of_epoch else moved
+    return replace(moved, epoch=frontier.epoch + 1, n=0, start=0) if record.last_of_epoch else moved
 
 
 def fold(records: Iterable[ShardRecord], frontier: Frontier | None = None) -> Frontier:
@@ -56,17 +105,6 @@ def fold(records: Iterable[ShardRecord], frontier: Frontier | None = None) -> Fr
     while not frontier.complete and (record := waiting.pop(frontier.segment, None)) is not None:
         frontier = after(frontier, record)
     return frontier
-
-
-def watermark(plan: LoaderPlan, frontier: Frontier) -> Watermark:
-    """Return the frontier as the value that gate and report read."""
-    return Watermark(
-        loader=plan.loader,
-        units=frontier.units,
-        asked=plan.units,
-        num_segments=frontier.num_segments,
-        complete=frontier.complete,
-    )
 
 
 def following(
@@ -93,6 +131,165 @@ def following(
 def _segments_of(plan: LoaderPlan, epochs: Epochs, epoch: int) -> int | None:
     length = epochs.length_of(epoch)
     return None if length is None else num_segments(plan.sizes, length)
+
+
+# --- what a reader has, and awaits ----------------------------------------------------------------------------------
+
+
+class Prefix(Protocol):
+    """What has been taken of a loader's ledger, each stream's records in their order, and what is awaited."""
+
+    @property
+    def num_segments(self) -> int:
+        """Records taken."""
+
+    @property
+    def units(self) -> int:
+        """The units before the first missing one."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all units are committed."""
+
+    def awaited(self) -> list[SegmentId]:
+        """Return the next segment of every stream that is certain to have one, or may have one."""
+
+    def following(self, awaited: SegmentId, count: int) -> list[SegmentId]:
+        """Return ``count`` segments of a stream from the awaited one on, fewer where more cannot be told."""
+
+    def take(self, record: ShardRecord) -> None:
+        """Take in an awaited record.
+
+        Raises:
+            ValueError: it is not awaited, or starts elsewhere than its predecessor ended.
+        """
+
+
+class OneStreamPrefix:
+    """What is taken of the ledger of a loader that is one stream."""
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self._plan = plan
+        self._epochs = epochs_of_plan(plan)
+        self.frontier = Frontier()
+
+    @property
+    def num_segments(self) -> int:
+        """Records taken."""
+        return self.frontier.num_segments
+
+    @property
+    def units(self) -> int:
+        """The units before the first missing one."""
+        return self.frontier.units
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all units are committed."""
+        return self.frontier.complete
+
+    def awaited(self) -> list[SegmentId]:
+        """Return the segment at the frontier."""
+        return [] if self.is_complete else [(self.frontier.epoch, 0, self.frontier.n)]
+
+    def following(self, awaited: SegmentId, count: int) -> list[SegmentId]:
+        """Return ``count`` segments from the frontier on, fewer where more cannot be told."""
+        return [(epoch, 0, n) for epoch, n in following(self._plan, self.frontier, count, epochs=self._epochs)]
+
+    def take(self, record: ShardRecord) -> None:
+        """Take in the record at the frontier; see ``after``."""
+        self.frontier = after(self.frontier, record)
+
+
+class MergedPrefix:
+    """What is taken of the ledger of a loader whose workers are its streams.
+
+    A stream is awaited while something of it is certain to be needed. One whose share of that is there may get more
+    only when another stream ends early; that end lies in a record of a stream that is awaited.
+    """
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self._sizes = plan.sizes
+        self._epochs = epochs_of_plan(plan)
+        self.merged = MergedProgress(num_streams=plan.num_streams, units=plan.units, epochs=self._epochs)
+        self._places = [0] * plan.num_streams  # the epoch that each stream is in
+        self._num_segments = 0
+        for stream in range(min(plan.num_streams, self._epochs.length or plan.num_streams)):
+            self._enter_next(stream)  # epochs in which it has nothing; a stream that has nothing in any stays
+
+    @property
+    def num_segments(self) -> int:
+        """Records taken, of all streams."""
+        return self._num_segments
+
+    @property
+    def units(self) -> int:
+        """The units before the first missing one of the merged order."""
+        return self.merged.units
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all units are committed."""
+        return self.merged.is_complete
+
+    def awaited(self) -> list[SegmentId]:
+        """Return the next segment of every stream of which something is certain to be needed."""
+        found = []
+        for stream, epoch in enumerate(self._places):
+            n, start = self.merged.next_segment(epoch, stream)
+            if self.merged.needed(epoch, stream) > start:
+                found.append((epoch, stream, n))
+        return found
+
+    def following(self, awaited: SegmentId, count: int) -> list[SegmentId]:
+        """Return ``count`` segments of a stream, into the next epochs where its lengths are known beforehand."""
+        epoch, stream, _ = awaited
+        found: list[SegmentId] = []
+        while len(found) < count and self._is_within(epoch):
+            n, start = self.merged.next_segment(epoch, stream)
+            left = self.merged.needed(epoch, stream) - start
+            upto = min(n + count - len(found), self._segments_upto(n, left))
+            found += [(epoch, stream, place) for place in range(n, upto)]
+            if self._epochs.num is None:
+                break
+            epoch += 1
+        return found
+
+    def take(self, record: ShardRecord) -> None:
+        """Take in a record of a stream; see ``MergedProgress.add``."""
+        epoch, stream = record.epoch, record.stream
+        if epoch != self._places[stream]:
+            raise ValueError(f"stream {stream} is in epoch {self._places[stream]}, got a segment of epoch {epoch}")
+        self.merged.add(epoch, stream, record.n, start=record.start, stop=record.stop, is_last=record.last_of_epoch)
+        self._num_segments += 1
+        self._enter_next(stream)
+
+    def _enter_next(self, stream: int) -> None:
+        while self.merged.has_ended(self._places[stream], stream) and self._is_within(self._places[stream] + 1):
+            self._places[stream] += 1
+
+    def _is_within(self, epoch: int) -> bool:
+        return self._epochs.num is None or epoch < self._epochs.num
+
+    def _segments_upto(self, n: int, left: int) -> int:
+        """Return the segment behind those that hold ``left`` elements from segment ``n`` on, all of their full size."""
+        return segment_of(self._sizes, segment_bounds(self._sizes, n)[0] + left - 1) + 1 if left > 0 else n
+
+
+def prefix_of(plan: LoaderPlan) -> OneStreamPrefix | MergedPrefix:
+    """Return what is taken of a loader's ledger before the first record is read."""
+    return MergedPrefix(plan) if plan.is_merged else OneStreamPrefix(plan)
+
+
+def watermark(plan: LoaderPlan, prefix: Prefix) -> Watermark:
+    """Return how far a ledger reaches, as the value that gate and report read."""
+    return Watermark(
+        loader=plan.loader,
+        units=prefix.units,
+        asked=plan.units,
+        num_segments=prefix.num_segments,
+        complete=prefix.is_complete,
+    )
 
 
 def first_units(plan: LoaderPlan) -> int:

@@ -2,91 +2,140 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 from taas.errors import ObjectMissing
 from taas_tasks import ledger
 from taas_tasks.layout import RunKeys
-from taas_tasks.ledger import Frontier
-from taas_tasks.plan import epochs_of_plan
+from taas_tasks.ledger import Frontier, MergedPrefix, OneStreamPrefix, SegmentId
 from taas_tasks.store.base import ObjectStore
+from taas_tasks.streams import MergedProgress
 from taas_tasks.values import LoaderPlan, ShardRecord, Watermark
 
 _MAX_AT_ONCE = 32
+_THREADS = 8
 
 
 class LedgerReader:
-    """Follows the contiguous prefix of one loader's ledger. Not for several threads at once.
+    """Follows one loader's ledger. Not for several threads at once.
 
-    A poll asks for the record at the frontier; while records are found it asks for twice as many at once, up to 32,
-    so that catching up with a long ledger is quick and waiting costs one request per poll.
+    A poll asks for the record that comes next in every stream that may have one; while records are found it asks for
+    twice as many of that stream at once, up to 32, so that catching up with a long ledger is quick and waiting costs
+    one request per stream. Streams that have ended, or of which nothing more is certain to be needed, cost none.
     """
 
     def __init__(self, store: ObjectStore, run: str, loader_plan: LoaderPlan) -> None:
         self._store = store
         self._keys = RunKeys(run)
         self._plan = loader_plan
-        self._epochs = epochs_of_plan(loader_plan)
-        self._frontier = Frontier()
-        self._ahead: dict[tuple[int, int], ShardRecord] = {}
+        self._prefix = ledger.prefix_of(loader_plan)
+        self._ahead: dict[SegmentId, ShardRecord] = {}
+        self._gained: list[ShardRecord] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all units were committed at the last poll."""
+        return self._prefix.is_complete
+
+    @property
+    def merged(self) -> MergedProgress | None:
+        """What is there of a merged loader, and in which order; None of another one."""
+        return self._prefix.merged if isinstance(self._prefix, MergedPrefix) else None
 
     @property
     def frontier(self) -> Frontier:
-        """How far the contiguous prefix reached at the last poll."""
-        return self._frontier
+        """How far the contiguous prefix of a loader that is not merged reached at the last poll.
+
+        Raises:
+            ValueError: The loader is merged: each of its streams has a frontier of its own.
+        """
+        if not isinstance(self._prefix, OneStreamPrefix):
+            raise ValueError(f"loader {self._plan.loader!r} has {self._plan.num_streams} streams; ask `merged`")
+        return self._prefix.frontier
 
     @property
     def watermark(self) -> Watermark:
-        """The same as a value."""
-        return ledger.watermark(self._plan, self._frontier)
+        """How many units are there without a gap."""
+        return ledger.watermark(self._plan, self._prefix)
 
     @property
-    def ahead(self) -> dict[tuple[int, int], ShardRecord]:
-        """Records that were seen behind a hole, by ``(epoch, n)``."""
+    def ahead(self) -> dict[SegmentId, ShardRecord]:
+        """Records that were seen behind a hole of their stream, by ``(epoch, stream, n)``."""
         return dict(self._ahead)
 
     def poll(self) -> list[ShardRecord]:
-        """Return the records that the contiguous prefix gained since the last poll, in the order of the stream."""
-        gained = self._advance()
-        at_once = 1
-        while not self._frontier.complete:
-            before = len(gained)
-            self._look(self._following(at_once))
-            gained += self._advance()
-            if len(gained) == before:
-                break
-            at_once = min(_MAX_AT_ONCE, at_once * 2)
+        """Return the records gained since the last poll: of every stream those without a gap, in their order.
+
+        What was gained before an error is returned by the next poll.
+
+        Raises:
+            ObjectCorrupt: An object of the ledger is not what was committed.
+            StoreError: The store does not answer.
+        """
+        missed: set[SegmentId] = set()
+        at_once: defaultdict[int, int] = defaultdict(lambda: 1)
+        self._advance()
+        while awaited := [segment for segment in self._prefix.awaited() if segment not in missed]:
+            further = [one for segment in awaited for one in self._prefix.following(segment, at_once[segment[1]])]
+            missed |= self._look([one for one in dict.fromkeys(awaited + further) if one not in missed])
+            self._advance()
+            at_once.update({stream: min(_MAX_AT_ONCE, 2 * at_once[stream]) for _, stream, _ in awaited})
+        gained, self._gained = self._gained, []
         return gained
 
-    def look_ahead(self, count: int) -> list[tuple[int, int]]:
-        """Ask for the next ``count`` records from the frontier on; return the segments that are still missing."""
-        self._look(self._following(count))
-        segments = self._following(count)
-        return [segment for segment in segments if segment not in self._ahead]
+    def look_ahead(self, count: int, *, stream: int = 0) -> list[tuple[int, int]]:
+        """Ask for the next ``count`` records of a stream; return the segments ``(epoch, n)`` that are still missing."""
+        wanted = [
+            one
+            for segment in self._prefix.awaited()
+            if segment[1] == stream
+            for one in self._prefix.following(segment, count)
+        ]
+        self._look(wanted)
+        return [(epoch, n) for epoch, _, n in wanted if (epoch, stream, n) not in self._ahead]
 
-    def record(self, epoch: int, n: int) -> ShardRecord | None:
-        """Return one record, or None while the segment is not committed."""
+    def record(self, epoch: int, n: int, *, stream: int = 0) -> ShardRecord | None:
+        """Return one record, or None while the segment is not committed.
+
+        Raises:
+            ObjectCorrupt: The object is not what was committed.
+        """
+        key = self._key(epoch, stream, n)
         try:
-            data = self._store.get(self._keys.ledger_record(self._plan.loader, epoch, 0, n))
+            data = self._store.get(key)
         except ObjectMissing:
             return None
-        return ShardRecord.model_validate_json(data)
+        return ledger.read_record(data, key)
 
-    def _following(self, count: int) -> list[tuple[int, int]]:
-        return ledger.following(self._plan, self._frontier, count, epochs=self._epochs)
+    def _key(self, epoch: int, stream: int, n: int) -> str:
+        return self._keys.ledger_record(self._plan.loader, epoch, stream, n)
 
-    def _look(self, segments: list[tuple[int, int]]) -> None:
+    def _look(self, segments: list[SegmentId]) -> set[SegmentId]:
+        """Ask for records that are not there yet; return those that are missing."""
         asked = [segment for segment in segments if segment not in self._ahead]
         if len(asked) <= 1:
-            found = [self.record(*segment) for segment in asked]
+            found = [self._ask(segment) for segment in asked]
         else:
-            with ThreadPoolExecutor(min(8, len(asked)), thread_name_prefix="ledger") as pool:
-                found = list(pool.map(lambda segment: self.record(*segment), asked))
-        self._ahead.update({(record.epoch, record.n): record for record in found if record is not None})
+            with ThreadPoolExecutor(min(_THREADS, len(asked)), thread_name_prefix="ledger") as pool:
+                found = list(pool.map(self._ask, asked))
+        self._ahead |= {segment: record for segment, record in zip(asked, found, strict=True) if record is not None}
+        return {segment for segment, record in zip(asked, found, strict=True) if record is None}
 
-    def _advance(self) -> list[ShardRecord]:
-        gained = []
-        while not self._frontier.complete and (record := self._ahead.pop(self._frontier.segment, None)) is not None:
-            self._frontier = ledger.after(self._frontier, record)
-            gained.append(record)
-        return gained
+    def _ask(self, segment: SegmentId) -> ShardRecord | None:
+        epoch, stream, n = segment
+        return self.record(epoch, n, stream=stream)
+
+    def _advance(self) -> None:
+        """Move what has become contiguous from ``ahead`` to what was gained."""
+        while ready := [segment for segment in self._prefix.awaited() if segment in self._ahead]:
+            for segment in ready:
+                self._take(segment)
+
+    def _take(self, segment: SegmentId) -> None:
+        record = self._ahead.pop(segment)
+        try:
+            self._prefix.take(record)
+        except ValueError as error:
+            raise ledger.corrupt_record(self._key(*segment), f"a record that does not follow: {error}") from None
+        self._gained.append(record)

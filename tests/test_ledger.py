@@ -199,7 +199,7 @@ def test_looking_ahead_tells_the_holes() -> None:
     reader = LedgerReader(store, "r", plan)
     reader.poll()
     assert reader.look_ahead(5) == [(0, 1), (0, 3), (0, 4)]
-    assert set(reader.ahead) == {(0, 2), (0, 5)}
+    assert set(reader.ahead) == {(0, 0, 2), (0, 0, 5)}
 
 
 def test_epochs_that_differ_are_followed() -> None:
