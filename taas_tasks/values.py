@@ -326,6 +326,7 @@ class NodeResult(Value):
     delivered_bytes: dict[str, int] = {}
     times: dict[str, float] = {}  # unix seconds: agent_started, preflight_done, ranks_started, ranks_ended, staged
     other_rank_writes: list[str] = []
+    repairs: list[str] = []  # sentences about segments that were lost and prepared again on this host
     error: dict[str, Any] | None = None  # TaasError.to_dict()
 
 

@@ -7,19 +7,33 @@ import errno
 import logging
 import mmap
 import os
+import random
 import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from taas.errors import DeliveryError, ObjectCorrupt, ObjectMissing
+from taas.errors import DeliveryError, ObjectCorrupt, ObjectMissing, StoreUnavailable
 from taas_tasks.delivery.parts import PartLayout, Segment
 from taas_tasks.store.base import ObjectStore
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 _FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 20.0
+_REPAIRS = 2
+_STORE_PATIENCE_S = 900.0
+_jitter = random.Random()  # the hosts of a training must not all come back at the same moment
+
+Repair = Callable[[Segment, str], None]
+"""Has a segment prepared again, given why; returns when its object is whole again."""
+
+
+class _Lost(Exception):
+    """A part stays wrong or missing however often it is fetched."""
 
 
 def fetch_part(
@@ -30,43 +44,90 @@ def fetch_part(
     *,
     cache_dir: Path,
     host: str,
+    repair: Repair | None = None,
+    store_patience_s: float = _STORE_PATIENCE_S,
     pause: Callable[[float], None] = time.sleep,
 ) -> int:
     """Return the descriptor of a file that holds the part, every checksum verified.
 
-    Bytes that are wrong or missing are fetched again, ``_ATTEMPTS`` times in all.
+    Bytes that are wrong or missing are fetched again, ``_ATTEMPTS`` times in all, then the segment is repaired. A store
+    that does not answer is waited for: the ranks' work is worth more than some idle minutes.
 
     Raises:
         DeliveryError: they stay wrong or missing, or the disk is full; names segment and host.
-        StoreError: the store could not be read.
+        StoreError: the store cannot be read; when it does not answer, after ``store_patience_s``.
     """
-    for attempt in range(_ATTEMPTS):
+    errand = _Errand(store, segment, lanes, layout, host, store_patience_s, pause)
+    for turn in range(_REPAIRS + 1):
         file = _new_file(cache_dir, layout.num_bytes, host=host)
         try:
-            _fill(store, segment, lanes, layout, file)
+            errand.bring(file)
             return file
-        except (ObjectCorrupt, ObjectMissing) as error:
+        except _Lost as lost:
             os.close(file)
-            if attempt == _ATTEMPTS - 1:
-                raise _lost(segment, host, error) from error
-            _log.warning("%s; fetching it again", _lost(segment, host, error))
-            pause(_FIRST_PAUSE_S * 2**attempt)
+            if repair is None or turn == _REPAIRS:
+                raise errand.lost(lost) from lost
+            reason = str(lost)
         except BaseException:
             os.close(file)
             raise
+        repair(segment, reason)
     raise AssertionError("unreachable")
 
 
-def _lost(segment: Segment, host: str, error: Exception) -> DeliveryError:
-    return DeliveryError(
-        f"segment {segment.n} of epoch {segment.epoch} of loader '{segment.loader}' (object {segment.key}) could not "
-        f"be brought to host {host}: {error}. It was committed whole and changed or removed since: prepare it again",
-        loader=segment.loader,
-        epoch=segment.epoch,
-        n=segment.n,
-        key=segment.key,
-        host=host,
-    )
+@dataclass(frozen=True)
+class _Errand:
+    """One part to be brought."""
+
+    store: ObjectStore
+    segment: Segment
+    lanes: int
+    layout: PartLayout
+    host: str
+    store_patience_s: float
+    pause: Callable[[float], None]
+
+    def bring(self, file: int) -> None:
+        """Fill the file; wait for a store that does not answer."""
+        given_up_at = time.monotonic() + self.store_patience_s
+        for turn in count():
+            try:
+                return self._try(file)
+            except StoreUnavailable as error:
+                if time.monotonic() >= given_up_at:
+                    raise
+                _log.warning("%s; host %s waits for it with %s", error.message, self.host, self._what)
+            self.pause(_jitter.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**turn)))
+        raise AssertionError("unreachable")
+
+    def _try(self, file: int) -> None:
+        """Fill the file, again when bytes are wrong or missing."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return _fill(self.store, self.segment, self.lanes, self.layout, file)
+            except (ObjectCorrupt, ObjectMissing) as error:
+                if attempt == _ATTEMPTS - 1:
+                    raise _Lost(error.message) from error
+                _log.warning("%s; fetching it again", self.lost(error))
+            self.pause(_FIRST_PAUSE_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+    @property
+    def _what(self) -> str:
+        segment = self.segment
+        return f"segment {segment.n} of epoch {segment.epoch} of loader '{segment.loader}' (object {segment.key})"
+
+    def lost(self, error: Exception) -> DeliveryError:
+        """Return the error for bytes that stay wrong or missing."""
+        return DeliveryError(
+            f"{self._what} could not be brought to host {self.host}: {error}. It was committed whole and changed or "
+            "removed since",
+            loader=self.segment.loader,
+            epoch=self.segment.epoch,
+            n=self.segment.n,
+            key=self.segment.key,
+            host=self.host,
+        )
 
 
 def _new_file(folder: Path, num_bytes: int, *, host: str) -> int:

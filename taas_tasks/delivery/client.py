@@ -103,7 +103,7 @@ class Connection:
 
     def __init__(self, path: str, *, connect_s: float = _CONNECT_S) -> None:
         self._socket = wire.new_socket()
-        self._path = wire.check_path(path)
+        self._path = path
         self._poll = select.poll()  # not select.select: that fails beyond descriptor 1023
         self._poll.register(self._socket, select.POLLIN)
         self.wait_s = 0.0
@@ -116,7 +116,8 @@ class Connection:
 
     def _connected(self) -> bool:
         try:
-            self._socket.connect(self._path)
+            with wire.short_path(self._path) as short:
+                self._socket.connect(short)
         except (FileNotFoundError, ConnectionRefusedError):
             return False
         return True

@@ -31,6 +31,7 @@ from taas_tasks.delivery import wire
 from taas_tasks.delivery.cache import fetch_part
 from taas_tasks.delivery.desk import Desk, Drop, Fetch, HandOut, Tell
 from taas_tasks.delivery.parts import PartKey, Ranks, Segment, describe_part
+from taas_tasks.delivery.repair import LostSegment, Repairs, RepairSetup
 from taas_tasks.ledger_reader import LedgerReader
 from taas_tasks.store import open_store
 from taas_tasks.store.base import ObjectStore
@@ -52,6 +53,7 @@ class FeederInput(Value):
     cache_dir: str
     stats_path: str
     host: str = ""
+    repair: RepairSetup | None = None
 
 
 class _Follower(threading.Thread):
@@ -60,6 +62,7 @@ class _Follower(threading.Thread):
     def __init__(self, store: ObjectStore, plan: LaunchPlan, report: Callable[[Segment | tuple[str, TaasError]], None]):
         super().__init__(name="ledger-follower", daemon=True)
         self._readers = {name: LedgerReader(store, plan.run, loader) for name, loader in plan.loaders.items()}
+        self._num_streams = {name: loader.num_streams for name, loader in plan.loaders.items()}
         self._report = report
         self._stopped = threading.Event()
 
@@ -86,7 +89,7 @@ class _Follower(threading.Thread):
             self._report((name, error if isinstance(error, TaasError) else DeliveryError(message, loader=name)))
             return 0
         for record in records:
-            self._report(Segment.of(record))
+            self._report(Segment.of(record, num_streams=self._num_streams[name]))
         if reader.frontier.complete:
             del self._readers[name]
         return len(records)
@@ -99,16 +102,22 @@ class _Stats:
         self._path = path
         self._elements = dict.fromkeys(loaders, 0)
         self._bytes = dict.fromkeys(loaders, 0)
-        self._seen: dict[tuple[str, int, int], int] = {}
+        self._seen: dict[tuple[str, int, int, int], int] = {}
+        self._repairs: list[str] = []
         self._dirty = True
 
     def count(self, segment: Segment, lanes: int, num_bytes: int) -> None:
         """Count a part that was brought; elements that were there before are not counted again."""
-        place = (segment.loader, segment.epoch, segment.n)
+        place = (segment.loader, segment.epoch, segment.stream, segment.n)
         new = lanes & ~self._seen.get(place, 0)
         self._seen[place] = self._seen.get(place, 0) | lanes
         self._elements[segment.loader] += segment.num_elements(new)
         self._bytes[segment.loader] += num_bytes
+        self._dirty = True
+
+    def note_repairs(self, notes: list[str]) -> None:
+        """Tell what had to be prepared again."""
+        self._repairs = notes
         self._dirty = True
 
     def write(self) -> None:
@@ -116,7 +125,8 @@ class _Stats:
         if not self._dirty:
             return
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"delivered": self._elements, "delivered_bytes": self._bytes}))
+        told = {"delivered": self._elements, "delivered_bytes": self._bytes, "repairs": self._repairs}
+        temporary.write_text(json.dumps(told))
         temporary.replace(self._path)
         self._dirty = False
 
@@ -132,6 +142,7 @@ class Feeder:
         cache_dir: where the cache files are made.
         stats_path: where the counts are written.
         host: for messages.
+        repairs: prepares lost segments again; without it they are lost for good.
         is_orphan: asked twice a second; true ends the feeder.
     """
 
@@ -145,14 +156,16 @@ class Feeder:
         cache_dir: Path,
         stats_path: Path,
         host: str,
+        repairs: Repairs | None = None,
         is_orphan: Callable[[], bool] = lambda: False,
     ) -> None:
         ranks = Ranks(node_rank * plan.nproc_per_node, plan.nproc_per_node, plan.world_size)
         names = list(plan.loaders)
-        self._desk = Desk(ranks, names, cache_bytes=plan.cache_bytes, host=host, max_fetches=_MAX_FETCHES)
+        self._desk = Desk(ranks, plan.loaders, cache_bytes=plan.cache_bytes, host=host, max_fetches=_MAX_FETCHES)
         self._store, self._cache_dir, self._host, self._is_orphan = store, cache_dir, host, is_orphan
         self._loaders = frozenset(names)
-        self._socket_path = wire.check_path(socket_path)
+        self._repairs = repairs
+        self._socket_path = socket_path
         self._stats = _Stats(stats_path, names)
         self._files: dict[PartKey, int] = {}
         self._connections: dict[int, socket.socket] = {}
@@ -191,7 +204,8 @@ class Feeder:
     def _listen(self) -> socket.socket:
         Path(self._socket_path).unlink(missing_ok=True)  # left by a feeder that was killed
         listener = wire.new_socket()
-        listener.bind(self._socket_path)
+        with wire.short_path(self._socket_path) as short:
+            listener.bind(short)
         listener.listen(1024)
         self._selector.register(listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
@@ -202,6 +216,8 @@ class Feeder:
         Path(self._socket_path).unlink(missing_ok=True)
         for connection in [listener, *self._connections.values()]:
             connection.close()
+        if self._repairs is not None:
+            self._repairs.close()
         self._fetchers.shutdown(wait=True, cancel_futures=True)
         self._follower.join(timeout=30)
         with contextlib.suppress(queue.Empty):
@@ -308,12 +324,19 @@ class Feeder:
                 action.layout,
                 cache_dir=self._cache_dir,
                 host=self._host,
+                repair=self._repair if self._repairs is not None else None,
             )
         except Exception as error:  # noqa: BLE001 (whatever it is, the ranks must hear of it)
             known = error if isinstance(error, TaasError) else DeliveryError(f"fetching {action.key} failed: {error!r}")
             self._post(lambda: self._desk.fetch_failed(action.key, known))
         else:
             self._post(lambda: self._fetched(action, file))
+
+    def _repair(self, segment: Segment, why: str) -> None:
+        assert self._repairs is not None
+        self._repairs.repair(LostSegment(segment.loader, segment.epoch, segment.stream, segment.n), why)
+        notes = self._repairs.notes
+        self._post(lambda: self._stats.note_repairs(notes))
 
     def _fetched(self, action: Fetch, file: int) -> None:
         self._files[action.key] = file
@@ -322,7 +345,7 @@ class Feeder:
 
     def _hand_out(self, action: HandOut) -> None:
         part = describe_part(action.segment, action.key.lanes, action.layout)
-        self._tell(action.connection, {"part": part}, self._files[action.key])
+        self._tell(action.connection, {"part": part, **action.message}, self._files[action.key])
 
     def _tell(self, number: int, message: dict[str, Any], *files: int) -> None:
         connection = self._connections.get(number)
@@ -331,11 +354,18 @@ class Feeder:
                 wire.send(connection, message, files)
 
 
+def _repairs(given: FeederInput, host: str) -> Repairs | None:
+    if given.repair is None:
+        return None
+    return Repairs(given.repair, store=given.store, plan=given.launch_plan, node_rank=given.node_rank, host=host)
+
+
 def main(argv: list[str]) -> int:
     """Run the program; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s feeder %(levelname)s %(message)s")
     given = FeederInput.model_validate_json(Path(argv[0]).read_bytes())
     parent = os.getppid()
+    host = given.host or f"{socket.gethostname()} (node {given.node_rank})"
     feeder = Feeder(
         open_store(given.store),
         given.launch_plan,
@@ -343,7 +373,8 @@ def main(argv: list[str]) -> int:
         socket_path=given.socket,
         cache_dir=Path(given.cache_dir),
         stats_path=Path(given.stats_path),
-        host=given.host or f"{socket.gethostname()} (node {given.node_rank})",
+        host=host,
+        repairs=_repairs(given, host),
         is_orphan=lambda: os.getppid() != parent,
     )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from taas.errors import DeliveryError
-
 _MAX_MESSAGE = 1 << 16
-_MAX_PATH = 107  # the kernel's limit for the path of a Unix socket
+_MAX_PATH = 107  # the kernel's limit for the path of a Unix socket, in bytes
 
 
 def new_socket() -> socket.socket:
@@ -19,18 +18,18 @@ def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def check_path(path: str) -> str:
-    """Return ``path``, which must be short enough for a Unix socket.
-
-    Raises:
-        DeliveryError: it is too long.
-    """
-    if len(os.fsencode(path)) > _MAX_PATH:
-        raise DeliveryError(
-            f"the feeder's socket has a path of {len(os.fsencode(path))} bytes ({path}); allowed are {_MAX_PATH}: "
-            "use a folder nearer to the root"
-        )
-    return path
+@contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """Give a name of ``path`` that is short enough for a Unix socket, valid in this process inside the block."""
+    if len(os.fsencode(path)) <= _MAX_PATH:
+        yield path
+        return
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
 
 
 def send(connection: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:

@@ -34,6 +34,17 @@ def lightning_defaults(*, nnodes: int, nproc_per_node: int, emulate_gpus: bool) 
     }
 
 
+def loader_environment(
+    host_env: Mapping[str, str], *, request_env: Mapping[str, str], secrets: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment in which the user's loaders are opened to prepare a segment again: that of prepare.
+
+    Without the host's GPUs, which belong to the ranks and which the machines that prepared did not have.
+    """
+    ours = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    return merged(merged({**host_env, **ours}, request_env), secrets)
+
+
 def rank_environment(
     host_env: Mapping[str, str],
     *,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,18 +14,16 @@ from taas_tasks.values import LaunchPlan, StoreConfig
 
 
 class FeederProcess:
-    """Starts and ends ``python -m taas_tasks.delivery.feeder``. Its socket lies in a folder with a short path: the
-    kernel allows 107 characters."""
+    """Starts and ends ``python -m taas_tasks.delivery.feeder``; all that it makes lies in the try's scratch folder."""
 
     def __init__(self, files: RankFiles) -> None:
         self._files = files
-        self._socket_dir = Path(tempfile.mkdtemp(prefix="taas-"))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def socket(self) -> str:
         """The path of the Unix socket to which ranks connect."""
-        return str(self._socket_dir / "feeder")
+        return str(self._files.feeder_socket)
 
     def start(
         self,
@@ -38,8 +34,9 @@ class FeederProcess:
         host: str,
         cache_dir: Path,
         env: Mapping[str, str],
+        loader_env: Mapping[str, str],
     ) -> None:
-        """Start the feeder for this node's ranks."""
+        """Start the feeder for this node's ranks. ``loader_env``: in which segments are prepared again."""
         cache_dir.mkdir(parents=True, exist_ok=True)
         given = {
             "store": store.model_dump(mode="json"),
@@ -49,6 +46,7 @@ class FeederProcess:
             "cache_dir": str(cache_dir),
             "host": host,
             "stats_path": str(self._files.feeder_stats),
+            "repair": {"folder": str(self._files.repair), "env": dict(loader_env)},
         }
         write_json(self._files.feeder_input, json.dumps(given))
         command = [sys.executable, "-m", "taas_tasks.delivery.feeder", str(self._files.feeder_input)]
@@ -72,4 +70,3 @@ class FeederProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        shutil.rmtree(self._socket_dir, ignore_errors=True)

@@ -115,6 +115,16 @@ class RankFiles:
         return self.scratch / "feeder-stats.json"
 
     @property
+    def feeder_socket(self) -> Path:
+        """Where ranks connect to the feeder."""
+        return self.scratch / "feeder"
+
+    @property
+    def repair(self) -> Path:
+        """Where a lost segment is prepared again; there only meanwhile."""
+        return self.scratch / "repair"
+
+    @property
     def feeder_log(self) -> Path:
         """The feeder's own output."""
         return self.scratch / "logs" / "feeder.log"

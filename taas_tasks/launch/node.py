@@ -15,7 +15,7 @@ from typing import Any, Literal
 from taas.errors import DeliveryError, LaunchError, RunCancelled, TaasError
 from taas_tasks.artifacts import stage
 from taas_tasks.launch import forkserver, preflight
-from taas_tasks.launch.environment import rank_environment
+from taas_tasks.launch.environment import loader_environment, rank_environment
 from taas_tasks.launch.feeder_process import FeederProcess
 from taas_tasks.launch.files import RankFiles, RankSpec, write_json
 from taas_tasks.launch.guard import GuardMode, choose_guard
@@ -193,6 +193,7 @@ class Node:
             host=self.given.host,
             cache_dir=self.paths.cache,
             env=self.host_env,
+            loader_env=loader_environment(self.host_env, request_env=self.given.env, secrets=self.given.secrets),
         )
 
     def _write_rank_files(self, guard: GuardMode | None) -> None:

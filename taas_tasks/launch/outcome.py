@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from taas.errors import RankFailed, TaasError
 from taas_tasks.delivery import read_passes
@@ -64,6 +64,7 @@ class NodeLedger:
             delivered_bytes=stats.get("delivered_bytes", {}),
             times=self._times,
             other_rank_writes=self._other_rank_writes(),
+            repairs=stats.get("repairs", []),
             error=error.to_dict() if error is not None else None,
         )
 
@@ -86,9 +87,9 @@ def changed_files(private: Path) -> list[str]:
     return [path for path, state in state_of_files(private).items() if before.get(path) != state]
 
 
-def _stats(path: Path) -> dict[str, dict[str, int]]:
+def _stats(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, dict[str, int]] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     return found

@@ -4,6 +4,7 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,11 @@ def prepared() -> tuple[MemoryStore, Segment]:
     return store, Segment.of(one.commit(0, 2))
 
 
-def fetch(store: MemoryStore, segment: Segment, folder: Path, pause: Callable[[float], None] = lambda _: None) -> int:
+def fetch(
+    store: MemoryStore, segment: Segment, folder: Path, pause: Callable[[float], None] = lambda _: None, **more: Any
+) -> int:
     layout = lay_out(segment, LANES)
-    return fetch_part(store, segment, LANES, layout, cache_dir=folder, host="h1", pause=pause)
+    return fetch_part(store, segment, LANES, layout, cache_dir=folder, host="h1", pause=pause, **more)
 
 
 def test_a_part_is_a_file_without_a_name_that_holds_schema_and_lanes(tmp_path: Path) -> None:
@@ -52,7 +55,7 @@ def test_wrong_bytes_are_fetched_three_times_with_growing_pauses(tmp_path: Path)
 def test_an_object_that_is_too_short_is_called_changed(tmp_path: Path) -> None:
     store, segment = prepared()
     store.put(segment.key, store.get(segment.key)[:1000])
-    with pytest.raises(DeliveryError, match="changed or removed since: prepare it again"):
+    with pytest.raises(DeliveryError, match="changed or removed since"):
         fetch(store, segment, tmp_path)
 
 
@@ -64,7 +67,7 @@ def test_trouble_of_the_store_passes_through_and_leaves_no_file_open(tmp_path: P
     _, segment = prepared()
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(StoreUnavailable):
-        fetch(Down(), segment, tmp_path)
+        fetch(Down(), segment, tmp_path, store_patience_s=0)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -73,3 +76,46 @@ def test_a_full_disk_is_an_error_that_names_the_host_and_the_bytes() -> None:
 
     with pytest.raises(DeliveryError, match=r"host h1 cannot allocate 4611686018427387904 bytes of cache in /dev/shm"):
         _new_file(Path("/dev/shm"), 2**62, host="h1")
+
+
+def test_a_store_that_is_down_is_waited_for_with_pauses_that_grow_and_vary(tmp_path: Path) -> None:
+    store, segment = prepared()
+
+    class Down(MemoryStore):
+        turns = 0
+
+        def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+            self.turns += 1
+            if self.turns <= 12:
+                raise StoreUnavailable("no answer")
+            store.read_into(key, start, buffer)
+
+    pauses: list[float] = []
+    os.close(fetch(Down(), segment, tmp_path, pauses.append))
+    assert len(pauses) == 12 and len(set(pauses)) == 12
+    assert max(pauses[:3]) <= 0.8 and max(pauses) <= 20 and max(pauses[6:]) > max(pauses[:3])
+
+
+def test_a_lost_segment_is_repaired_and_fetched_again(tmp_path: Path) -> None:
+    store, segment = prepared()
+    whole = store.get(segment.key)
+    store.delete(segment.key)
+    asked: list[str] = []
+
+    def repair(lost: Segment, why: str) -> None:
+        assert lost is segment
+        asked.append(why)
+        if len(asked) == 2:
+            store.put(segment.key, whole)
+
+    os.close(fetch(store, segment, tmp_path, repair=repair))
+    assert len(asked) == 2 and segment.key in asked[0]
+
+
+def test_a_segment_that_is_lost_after_each_repair_is_given_up(tmp_path: Path) -> None:
+    store, segment = prepared()
+    store.delete(segment.key)
+    asked: list[str] = []
+    with pytest.raises(DeliveryError, match=r"segment 2 of epoch 0 .* changed or removed since"):
+        fetch(store, segment, tmp_path, repair=lambda _, why: asked.append(why))
+    assert len(asked) == 2
