@@ -85,7 +85,7 @@ def after(frontier: Frontier, record: ShardRecord) -> Frontier:
     if (record.epoch, record.n, record.start) != (*frontier.segment, frontier.start) or frontier.complete:
         raise ValueError(
             f"loader {record.loader!r}: the ledger's next record is segment {frontier.n} of epoch {frontier.epoch},"
-            f" got segment {record.n} of epoch {record.epoch}; it starts at element {frontier.start}, got {record.start}"
+            f" got segment {record.n} of epoch {record.epoch}; its start is {frontier.start}, got {record.start}"
         )
     moved = replace(
         frontier,

@@ -11,7 +11,7 @@ index in the epoch follows from its position and from the lengths of the streams
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,13 +33,14 @@ class Merge:
     A stream without a known length counts as endless: what follows from that is right as far as it has got.
     """
 
-    __slots__ = ("_starts", "lengths", "num_streams", "runs", "total")
+    __slots__ = ("_positions", "_starts", "lengths", "num_streams", "runs", "total")
 
     def __init__(self, num_streams: int, lengths: Mapping[int, int] | None = None) -> None:
         self.num_streams = num_streams
         self.lengths = dict(lengths or {})
         self.runs = tuple(_runs(num_streams, self.lengths))
         self._starts = [run.index for run in self.runs]
+        self._positions = [run.position for run in self.runs]
         self.total = sum(self.lengths.values()) if len(self.lengths) == num_streams else None
 
     def locate(self, index: int) -> tuple[int, int]:
@@ -56,18 +57,20 @@ class Merge:
 
     def index_of(self, stream: int, position: int) -> int:
         """Return the index in the epoch of an element of a stream (of the first one that it lacks, at its end)."""
-        return sum(
-            min(self.lengths.get(other, position + 1), position + (other < stream)) for other in range(self.num_streams)
-        )
+        run = self.runs[bisect_right(self._positions, position) - 1]
+        index = run.index + (position - run.position) * len(run.alive) + bisect_left(run.alive, stream)
+        return index if self.total is None else min(index, self.total)
 
     def count_below(self, stream: int, limit: int) -> int:
         """Return how many elements of a stream have an index below ``limit``."""
-        stop = self.lengths.get(stream)
-        low, high = 0, limit if stop is None else min(stop, limit)
-        while low < high:  # index_of grows with the position by at least 1
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self.index_of(stream, middle) < limit else (low, middle)
-        return low
+        if self.total is not None and limit >= self.total:
+            return self.lengths[stream]
+        run = self.runs[bisect_right(self._starts, limit) - 1]
+        rounds, place = divmod(limit - run.index, len(run.alive))
+        at = bisect_left(run.alive, stream)
+        if run.alive[at : at + 1] != (stream,):
+            return self.lengths[stream]  # it has ended before
+        return run.position + rounds + (at < place)
 
     def prefix(self, progress: Sequence[int]) -> int:
         """Return how many elements of the epoch come before the first missing one.
@@ -152,13 +155,18 @@ class MergedProgress:
         """Take in that segment ``n`` of a stream, [start, stop) of its positions, is committed; each stream's in order.
 
         Raises:
-            ValueError: it is not the one that comes next in its stream.
+            ValueError: it is not the one that comes next in its stream, or goes beyond the stream's known end.
         """
         state = self._state(epoch)
         if (n, start) != (state.next_n[stream], state.progress[stream]):
             raise ValueError(
                 f"stream {stream} of epoch {epoch}: segment {state.next_n[stream]} from position"
                 f" {state.progress[stream]} on comes next, got segment {n} from position {start} on"
+            )
+        length = state.lengths.get(stream, stop)
+        if not start <= stop <= length or (is_last and stop != length):
+            raise ValueError(
+                f"stream {stream} of epoch {epoch} has {length} elements, got a segment from position {start} to {stop}"
             )
         state.next_n[stream], state.progress[stream] = n + 1, stop
         if is_last and not state.is_known:

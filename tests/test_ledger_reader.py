@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taas.errors import ObjectCorrupt, ObjectMissing, StoreUnavailable
+from taas.errors import ObjectCorrupt, StoreUnavailable
 from taas_tasks.layout import RunKeys
 from taas_tasks.ledger_reader import LedgerReader
 from taas_tasks.plan import epochs_of_plan, segment_bounds
@@ -122,3 +122,165 @@ def prefix_by_hand(num_streams: int, units: int, gained: list[ShardRecord]) -> i
             count += 1
         position += 1
     return count
+
+
+# --- what a poll costs ----------------------------------------------------------------------------------------------
+
+
+def reader_of(store: MemoryStore, plan: LoaderPlan) -> LedgerReader:
+    return LedgerReader(store, "r", plan)
+
+
+def test_a_poll_with_nothing_new_asks_once_for_every_stream_that_may_go_on() -> None:
+    store = CountingStore()
+    plan = merged_plan(1000, 4)
+    reader = reader_of(store, plan)
+    put(store, stream_record(0, 2, 0, start=0, stop=1))
+    assert [segment(one) for one in reader.poll()] == [(0, 2, 0)]
+    store.asked.clear()
+    assert reader.poll() == []
+    assert sorted(store.asked) == [KEYS.ledger_record("data", 0, stream, int(stream == 2)) for stream in range(4)]
+
+
+def test_streams_that_ended_or_have_all_that_is_certain_cost_no_request() -> None:
+    store = CountingStore()
+    reader = reader_of(store, merged_plan(9, 3))
+    put(store, stream_record(0, 0, 0, start=0, stop=2, is_last=True))  # ended: the others have more of the 9 units
+    put(store, stream_record(0, 1, 0, start=0, stop=4))  # units 0 to 8 hold 4 of it, if stream 2 does not end
+    reader.poll()
+    store.asked.clear()
+    assert reader.poll() == []
+    assert store.asked == [KEYS.ledger_record("data", 0, 2, 0)]
+
+
+def test_an_early_end_makes_more_of_the_others_needed_in_the_same_poll() -> None:
+    store = CountingStore()
+    reader = reader_of(store, merged_plan(9, 3))
+    put(store, stream_record(0, 0, 0, start=0, stop=2, is_last=True))
+    put(store, stream_record(0, 1, 0, start=0, stop=4))
+    reader.poll()
+    put(store, stream_record(0, 1, 1, start=4, stop=6))
+    put(store, stream_record(0, 2, 0, start=0, stop=1, is_last=True))
+    assert {segment(one) for one in reader.poll()} == {(0, 2, 0), (0, 1, 1)}
+    assert reader.is_complete
+
+
+def test_catching_up_asks_hardly_more_than_there_is() -> None:
+    store = CountingStore()
+    plan = merged_plan(8000, 4, epoch_length=2000)
+    every = list(produced(plan, [[500] * 4], random.Random(0)))
+    for one in every:
+        put(store, one)
+    reader = reader_of(store, plan)
+    assert len(reader.poll()) == len(every) > 1000
+    assert reader.is_complete
+    assert (
+        store.missed <= 4 * 4 * 32
+    )  # what is asked for too early is missed once, where an epoch's last segment is cut
+
+
+def test_streams_of_known_length_are_read_ahead_into_the_next_epochs() -> None:
+    store = CountingStore()
+    reader = reader_of(store, merged_plan(8, 2, epoch_length=2))
+    for epoch in range(4):
+        put(store, stream_record(epoch, 1, 0, start=0, stop=1, is_last=True))
+    assert [segment(one) for one in reader.poll()] == [(epoch, 1, 0) for epoch in range(4)]
+    assert reader.watermark.units == 0
+    assert reader.look_ahead(9, stream=0) == [(epoch, 0) for epoch in range(4)]
+    put(store, stream_record(0, 0, 0, start=0, stop=1, is_last=True))
+    put(store, stream_record(2, 0, 0, start=0, stop=1, is_last=True))
+    assert reader.look_ahead(9, stream=0) == [(1, 0), (3, 0)]
+    assert set(reader.ahead) == {(0, 0, 0), (2, 0, 0)}
+    asked = len(store.asked)
+    assert [segment(one) for one in reader.poll()] == [(0, 0, 0)]
+    assert len(store.asked) == asked + 1
+    assert reader.watermark.units == 2
+
+
+def test_more_streams_than_an_epoch_has_elements_leave_some_without_any() -> None:
+    store = CountingStore()
+    plan = merged_plan(7, 5, epoch_length=3)
+    for one in produced(plan, [[1, 1, 1, 0, 0]], random.Random(0)):
+        put(store, one)
+    reader = reader_of(store, plan)
+    assert len(reader.poll()) == 7
+    assert reader.is_complete
+    assert store.missed == 0
+
+
+def test_a_merged_loader_has_no_single_frontier() -> None:
+    with pytest.raises(ValueError, match="has 2 streams"):
+        _ = reader_of(MemoryStore(), merged_plan(9, 2)).frontier
+
+
+def test_a_loader_that_is_not_merged_has_no_merge() -> None:
+    store, plan = MemoryStore(), loader_plan(30, 30)
+    for one in records(plan):
+        put(store, one)
+    reader = reader_of(store, plan)
+    assert reader.merged is None
+    assert not reader.is_complete
+    reader.poll()
+    assert reader.is_complete
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+class Stuttering(MemoryStore):
+    """Fails at one key as often as it is told."""
+
+    def __init__(self, key: str, times: int) -> None:
+        super().__init__()
+        self.key, self.times = key, times
+
+    def get(self, key: str) -> bytes:
+        if key == self.key and self.times:
+            self.times -= 1
+            raise StoreUnavailable("503")
+        return super().get(key)
+
+
+def test_records_gained_before_the_store_failed_come_with_the_next_poll() -> None:
+    plan = loader_plan(250)
+    store = Stuttering(KEYS.ledger_record("data", 0, 0, 5), times=1)
+    for one in records(plan):
+        put(store, one)
+    reader = reader_of(store, plan)
+    with pytest.raises(StoreUnavailable):
+        reader.poll()
+    assert reader.poll() == records(plan)
+
+
+OTHER = stream_record(0, 0, 1, start=4, stop=8)
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"", "Invalid JSON"),
+        (b"\xff\x00", "Invalid JSON"),
+        (b"[1, 2]", "Input should be an object"),
+        (b'{"version": 1}', "loader: Field required"),
+        (OTHER.to_bytes().replace(b'"version":1', b'"version":7'), "version: Input should be 1"),
+        (OTHER.to_bytes(), "another segment, 'ledger/data/000000/0000/00000001.json'"),
+        (OTHER.model_copy(update={"loader": "more", "n": 0}).to_bytes(), "another segment, 'ledger/more/"),
+        (OTHER.model_copy(update={"n": 0}).to_bytes(), "does not follow: .* its start is 0, got 4"),
+    ],
+)
+def test_a_garbage_record_is_an_error_with_its_key_and_the_way_out(data: bytes, found: str) -> None:
+    store = MemoryStore()
+    key = KEYS.ledger_record("data", 0, 0, 0)
+    store.put(key, data)
+    with pytest.raises(ObjectCorrupt, match=f"{found}.*Remove that object, then clear prepare and train") as caught:
+        reader_of(store, loader_plan(250)).poll()
+    assert caught.value.fields["key"] == key
+    assert key in caught.value.message
+
+
+def test_a_stream_with_a_gap_in_its_positions_is_an_error_that_names_the_record() -> None:
+    store = MemoryStore()
+    put(store, stream_record(0, 1, 0, start=0, stop=3))
+    put(store, stream_record(0, 1, 1, start=4, stop=5))
+    with pytest.raises(ObjectCorrupt, match=r"0001/00000001\.json.*segment 1 from position 3 on comes next"):
+        reader_of(store, merged_plan(100, 2)).poll()

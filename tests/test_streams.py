@@ -55,6 +55,17 @@ def test_the_elements_below_a_limit_are_counted_per_stream(lengths: list[int], l
         assert merge.count_below(stream, limit) == sum(s == stream for _, s in order)
 
 
+@given(LENGTHS, st.sets(st.integers(0, 5)), st.integers(0, 12))
+def test_the_index_counts_what_comes_before_whatever_is_known_of_the_ends(
+    lengths: list[int], untold: set[int], position: int
+) -> None:
+    known = {stream: length for stream, length in enumerate(lengths) if stream not in untold}
+    merge = Merge(len(lengths), known)
+    for stream in range(len(lengths)):
+        before = [min(known.get(one, position + 1), position + (one < stream)) for one in range(len(lengths))]
+        assert merge.index_of(stream, position) == sum(before)
+
+
 class Parts(IterableDataset[Any]):
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -133,6 +144,13 @@ def test_a_segment_out_of_turn_is_refused() -> None:
     merged.add(0, 1, 0, start=0, stop=2, is_last=False)
     with pytest.raises(ValueError, match="segment 1 from position 2 on comes next"):
         merged.add(0, 1, 2, start=2, stop=4, is_last=False)
+
+
+@pytest.mark.parametrize(("stop", "is_last"), [(5, True), (3, True)])
+def test_a_segment_that_contradicts_the_known_length_is_refused(stop: int, is_last: bool) -> None:
+    merged = MergedProgress(num_streams=3, units=25, epochs=epochs_of(25, 10))
+    with pytest.raises(ValueError, match=f"has 4 elements, got a segment from position 0 to {stop}"):
+        merged.add(0, 0, 0, start=0, stop=stop, is_last=is_last)
 
 
 def test_lengths_known_beforehand_are_certain_at_once() -> None:
