@@ -1,12 +1,19 @@
-"""A TCP proxy before a server that fails as told: cuts answers, answers itself, or calls back."""
+"""Proxies before a server that fail as told: ``FaultyProxy`` per connection, ``RequestProxy`` per HTTP request."""
 
 from __future__ import annotations
 
+import http.client
+import random
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,193 @@ def _pump(source: socket.socket, sink: socket.socket, limit: int | None) -> None
 @contextmanager
 def faulty_proxy(target_port: int) -> Iterator[FaultyProxy]:
     proxy = FaultyProxy(target_port)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+# --- faults per request ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as the proxy sees it: ``path`` with the query."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+
+    @property
+    def access_key(self) -> str:
+        """Whose signature it bears, in the header or in a presigned URL."""
+        text = unquote(self.headers.get("authorization", "")) + unquote(self.path)
+        found = re.search(r"Credential=([^/]+)/", text)
+        return found.group(1) if found else ""
+
+
+@dataclass(frozen=True)
+class CutBody:
+    """Close the connection after so many bytes of the answer's body."""
+
+    after_bytes: int
+
+
+@dataclass(frozen=True)
+class FlipByte:
+    """Change one byte of the answer's body."""
+
+    at: int
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Answer instead of the server; the request's body is read first."""
+
+    status: int
+    code: str
+
+
+@dataclass(frozen=True)
+class LoseAnswer:
+    """Let the server do it, then close the connection without an answer."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Pass the request on only after so many seconds."""
+
+    seconds: float
+
+
+RequestFault = CutBody | FlipByte | Refuse | LoseAnswer | Delay
+
+
+@dataclass
+class Rule:
+    """Requests that match meet a fault, ``times`` often (None: for ever), or that ``share`` of them."""
+
+    fault: RequestFault
+    method: str = ""
+    key: str = ""  # a regular expression, searched in the path
+    times: int | None = None
+    share: float = 1.0
+    seed: int = 0
+    when: Callable[[Request], bool] = lambda _: True
+    met: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def takes(self, request: Request) -> bool:
+        if self.method not in ("", request.method) or not re.search(self.key, unquote(request.path)):
+            return False
+        if (self.times is not None and self.met >= self.times) or not self.when(request):
+            return False
+        if self.share < 1 and self._random.random() >= self.share:
+            return False
+        self.met += 1
+        return True
+
+
+class RequestProxy:
+    """An HTTP proxy before a server; the first of ``rules`` that takes a request decides what becomes of it."""
+
+    def __init__(self, target_port: int) -> None:
+        self.target_port = target_port
+        self.rules: list[Rule] = []
+        self.requests: list[Request] = []
+        self._lock = threading.Lock()
+        self._server = _Server(self)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def add(self, fault: RequestFault, **more: Any) -> Rule:
+        rule = Rule(fault, **more)
+        self.rules.append(rule)
+        return rule
+
+    def fault_for(self, request: Request) -> RequestFault | None:
+        with self._lock:
+            self.requests.append(request)
+            return next((rule.fault for rule in self.rules if rule.takes(request)), None)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True  # a client may keep its connection
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, proxy: RequestProxy) -> None:
+        super().__init__(("127.0.0.1", 0), _Passing)
+        self.proxy = proxy
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left is none of our business."""
+
+
+class _Passing(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        request = Request(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
+        fault = self.server.proxy.fault_for(request)
+        if isinstance(fault, Refuse):
+            return self._answer(fault.status, [], f"<Error><Code>{fault.code}</Code></Error>".encode())
+        if isinstance(fault, Delay):
+            time.sleep(fault.seconds)
+        status, headers, data = self._forward(body)
+        if isinstance(fault, LoseAnswer):
+            self.close_connection = True
+            return None
+        if isinstance(fault, FlipByte) and fault.at < len(data):
+            data = data[: fault.at] + bytes([data[fault.at] ^ 0x20]) + data[fault.at + 1 :]
+        return self._answer(status, headers, data, cut=fault.after_bytes if isinstance(fault, CutBody) else None)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _serve  # noqa: N815 (the base class looks for these names)
+
+    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target_port, timeout=60)
+        with closing(connection):
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(body or None)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, *, cut: int | None = None) -> None:
+        self.send_response_only(status)
+        named = {name.lower() for name, _ in headers}
+        for name, value in headers:
+            if name.lower() not in ("transfer-encoding", "connection"):
+                self.send_header(name, value)
+        if "content-length" not in named and self.command != "HEAD":
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[:cut])
+        if cut is not None and cut < len(data):
+            self.close_connection = True
+
+
+@contextmanager
+def request_proxy(target_port: int) -> Iterator[RequestProxy]:
+    proxy = RequestProxy(target_port)
     try:
         yield proxy
     finally:

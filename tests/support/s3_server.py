@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import boto3
+
 from taas_tasks.stack import processes, seaweed
 from taas_tasks.values import StoreConfig
+
+_MAY_DO_ALL = json.dumps(
+    {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": ["s3:*"], "Resource": ["arn:aws:s3:::*"]}]}
+)
 
 
 @dataclass
@@ -31,7 +38,8 @@ class S3Server:
         data.mkdir(parents=True, exist_ok=True)
         env = seaweed.environment(self.config, self.folder)
         # The guard kills the server when the test process dies in whatever way.
-        argv = [sys.executable, "-I", "-m", "taas_tasks.stack.guard", *seaweed.command(self.ports, data)]
+        command = [*seaweed.command(self.ports, data), "-s3.iam.readOnly=false"]  # for ``new_keys``
+        argv = [sys.executable, "-I", "-m", "taas_tasks.stack.guard", *command]
         self.process = processes.start(argv, env=env, log=self.log, cwd=self.folder)
         assert processes.wait_until(self._is_ready, timeout_s=30), f"no S3 server:\n{processes.tail(self.log)}"
 
@@ -45,6 +53,25 @@ class S3Server:
             processes.stop(self.process, grace_s=0)
             seaweed.remove_sockets(self.ports)
             self.process = None
+
+    def new_keys(self) -> dict[str, str]:
+        """Another user's keys, who may do all: what session credentials look like when they are renewed."""
+        client = boto3.client(
+            "iam",
+            endpoint_url=self.config.endpoint_url,
+            aws_access_key_id=self.config.access_key,
+            aws_secret_access_key=self.config.secret_key,
+            region_name=self.config.region,
+        )
+        with closing(client):
+            user = f"user-{secrets.token_hex(4)}"
+            client.create_user(UserName=user)
+            client.put_user_policy(UserName=user, PolicyName="all", PolicyDocument=_MAY_DO_ALL)
+            key = client.create_access_key(UserName=user)["AccessKey"]
+        keys = {"access_key": key["AccessKeyId"], "secret_key": key["SecretAccessKey"]}
+        config = self.config.model_copy(update=keys)
+        assert processes.wait_until(lambda: seaweed.is_writable(config), timeout_s=20), "the keys are not accepted"
+        return keys
 
     def fresh_config(self, **changes: object) -> StoreConfig:
         """The same server below a prefix that no one else uses."""
