@@ -202,7 +202,7 @@ def _with_those_who_left(verdict: Verdict, nodes: Sequence[NodeResult]) -> Verdi
         return verdict
     named = ", ".join(map(str, left[:8])) + (", …" if len(left) > 8 else "")
     message = (
-        f"{verdict.message}\nRank(s) {named} had come to the end of the script before, without an error: every rank must"
+        f"{verdict.message}\nRank(s) {named} had come to the end of the script before, without an error: each rank must"
         " take part in every collective, so all must make the same number of steps"
     )
     return replace(verdict, message=message)
