@@ -55,6 +55,11 @@ def _stall_lines(stall: Mapping[str, float]) -> Iterator[str]:
         )
 
 
+def _on_one_line(name: str) -> str:
+    """Return a name with its line breaks and other control characters shown as escapes."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in name)
+
+
 def _artifact_lines(report: Mapping[str, Any]) -> Iterator[str]:
     files = report.get("artifacts") or []
     if not files:
@@ -62,4 +67,6 @@ def _artifact_lines(report: Mapping[str, Any]) -> Iterator[str]:
         return
     record = report.get("artifact_record")
     yield f"artifacts: {len(files)} file(s)" + (f", record {record} of the project" if record is not None else "")
-    yield from (f"  {file['path']}  {file['bytes']} bytes  sha256 {file['sha256'][:12]}" for file in files)
+    yield from (
+        f"  {_on_one_line(file['path'])}  {file['bytes']} bytes  sha256 {file['sha256'][:12]}" for file in files
+    )

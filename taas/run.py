@@ -23,7 +23,7 @@ from taas.registry import registered
 from taas.request import TrainRequest, parse_request
 from taas.transfer import upload_bytes
 
-_RUN_ID = re.compile(r"[A-Za-z0-9_.~:+-]{1,250}")
+_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~:+-]{0,199}")
 _MAX_MISSED_POLLS = 10
 
 
@@ -239,7 +239,10 @@ def _client_of(config: ClientConfig) -> Client:
 
 def _checked_run_id(run_id: str) -> str:
     if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
-        raise ClientError(f"got the run id {run_id!r}; allowed: 1 to 250 letters, digits and _ . ~ : + -")
+        raise ClientError(
+            f"got the run id {run_id!r}; allowed: 1 to 200 letters, digits and _ . ~ : + -, beginning with a letter,"
+            " a digit or _"
+        )
     return run_id
 
 

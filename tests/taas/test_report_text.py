@@ -62,3 +62,9 @@ def test_books_that_do_not_close_are_told_of_a_success_only() -> None:
 
 def test_a_report_of_a_run_that_did_nothing_is_short() -> None:
     assert report_text({"run_id": "a", "state": "failed"}) == "run a: failed\nartifacts: none"
+
+
+def test_a_file_name_with_line_breaks_stays_on_its_line() -> None:
+    artifact = {"path": "a\nwarning: fake\t\x1b[31m", "bytes": 3, "sha256": "ab" * 32}
+    lines = report_text({**REPORT, "artifacts": [artifact]}).splitlines()
+    assert r"  a\nwarning: fake\t\x1b[31m  3 bytes  sha256 abababababab" in lines
