@@ -30,7 +30,11 @@ class Value(BaseModel):
 
 
 class StoreConfig(Value):
-    """Where the object store is. Secret: travels only in 0600 files and in memory."""
+    """Where the object store is. Secret: travels only in 0600 files and in memory.
+
+    ``credentials_path``: a file on the host that has the keys (``taas_tasks.store.credentials``) and is renewed there; it
+    wins over the keys given here. With neither, boto3's own chain finds and refreshes them.
+    """
 
     endpoint_url: str | None = None
     public_endpoint_url: str | None = None
@@ -40,6 +44,7 @@ class StoreConfig(Value):
     access_key: str | None = None
     secret_key: str | None = None
     session_token: str | None = None
+    credentials_path: str | None = None
 
 
 class PinnedRequest(Value):

@@ -11,7 +11,8 @@ from taas.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreRefused, 
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _RETRIED_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "InternalError"})
-_REFUSALS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "ExpiredToken", "InvalidToken"})
+_REFUSALS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "InvalidToken"})
+EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 _CLOCK_CODES = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
 _jitter = random.Random()  # of its own: the user's stream of random numbers must not move when a request is retried
 
@@ -40,6 +41,9 @@ def error_for(key: str, *, status: int, code: str, message: str = "") -> StoreEr
         return StoreRefused("the bucket does not exist: make it, or correct its name in the store's connection")
     if code in _CLOCK_CODES:
         return StoreRefused(f"the store refused {key!r} ({code}): set this machine's clock (NTP)", key=key, code=code)
+    if code in EXPIRED_CODES:
+        text = f"the store refused {key!r} ({code}): the session credentials have expired and were not renewed"
+        return StoreRefused(f"{text}; renew those of the store's connection", key=key, code=code)
     if status in (401, 403) or code in _REFUSALS:
         text = f"the store refused {key!r} ({code or status}): check the access key, the secret and the bucket's policy"
         return StoreRefused(text, key=key, code=code)

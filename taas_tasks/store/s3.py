@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import boto3
 import botocore.exceptions as boto_errors
@@ -14,11 +14,13 @@ import botocore.session
 from boto3.exceptions import S3UploadFailedError
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
+from botocore.credentials import CredentialProvider, Credentials, ReadOnlyCredentials
 from botocore.handlers import add_expect_header
 
 from taas.errors import ObjectMissing, StoreError, StoreRefused, StoreUnavailable
-from taas_tasks.store.answers import Retries, error_for
+from taas_tasks.store.answers import EXPIRED_CODES, Retries, error_for
 from taas_tasks.store.base import ObjectInfo
+from taas_tasks.store.credentials import CredentialsFile
 from taas_tasks.store.files import write_then_move
 from taas_tasks.store.http_reader import HttpReader
 from taas_tasks.store.keys import check_key
@@ -26,6 +28,7 @@ from taas_tasks.values import StoreConfig
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
+    from mypy_boto3_s3.type_defs import HeadObjectOutputTypeDef
 
 T = TypeVar("T")
 
@@ -56,6 +59,7 @@ class S3Store:
         self._prefix = config.prefix.strip("/") + "/" if config.prefix.strip("/") else ""
         self._retries = retries or Retries()
         self._num_connections = num_connections
+        self._file = CredentialsFile(Path(config.credentials_path)) if config.credentials_path else None
 
     @cached_property
     def _client(self) -> S3Client:
@@ -80,13 +84,9 @@ class S3Store:
         # A session of our own: boto3's default one is not safe to use from several threads.
         core = botocore.session.Session()
         core.register_component("data_loader", _api_descriptions())
-        session = boto3.session.Session(
-            botocore_session=core,
-            aws_access_key_id=self._config.access_key,
-            aws_secret_access_key=self._config.secret_key,
-            aws_session_token=self._config.session_token,
-            region_name=self._config.region,
-        )
+        session = boto3.session.Session(botocore_session=core, region_name=self._config.region, **self._given_keys())
+        if self._file is not None:
+            core.get_component("credential_provider").insert_before("env", _FileProvider(self._file))
         config = Config(
             signature_version="s3v4",
             s3={"addressing_style": "path" if endpoint_url else "auto"},
@@ -104,10 +104,32 @@ class S3Store:
         client.meta.events.unregister("before-call.s3", add_expect_header)
         return client
 
+    def _given_keys(self) -> dict[str, str | None]:
+        if self._file is not None:
+            return {}
+        config = self._config
+        return {
+            "aws_access_key_id": config.access_key,
+            "aws_secret_access_key": config.secret_key,
+            "aws_session_token": config.session_token,
+        }
+
     def _key(self, key: str) -> str:
         return self._prefix + check_key(key)
 
     def _call(self, key: str, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns; do it again when the credentials expired meanwhile and were renewed."""
+        if self._file is None:
+            return self._told(key, call)
+        while True:
+            used = self._file.keys()
+            try:
+                return self._told(key, call)
+            except StoreRefused as error:
+                if error.fields.get("code") not in EXPIRED_CODES or not self._file.await_others(used):
+                    raise
+
+    def _told(self, key: str, call: Callable[[], T]) -> T:
         """Return what ``call`` returns; turn botocore's errors into ours."""
         try:
             return call()
@@ -183,15 +205,30 @@ class S3Store:
         """Write the object to a file: a temporary beside it, then moved."""
         check_key(key)
         with write_then_move(path) as file:
-            self._call(key, lambda: self._reader.copy_to(key, file))
+            self._call(key, lambda: self._copy_to(key, file))
+
+    def _copy_to(self, key: str, file: BinaryIO) -> None:
+        file.seek(0)
+        file.truncate()  # a first try may have got half way
+        self._reader.copy_to(key, file)
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return what is known of the object, or None."""
         try:
-            answer = self._call(key, lambda: self._client.head_object(Bucket=self._bucket, Key=self._key(key)))
+            answer = self._call(key, lambda: self._head(key))
         except ObjectMissing:
             return None
         return ObjectInfo(key, answer["ContentLength"], answer["LastModified"].timestamp())
+
+    def _head(self, key: str) -> HeadObjectOutputTypeDef:
+        name = self._key(key)
+        try:
+            return self._client.head_object(Bucket=self._bucket, Key=name)
+        except boto_errors.ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] in (400, 403):
+                # The answer to a HEAD has no body, so it does not say why: this one does.
+                self._client.list_objects_v2(Bucket=self._bucket, Prefix=name, MaxKeys=1)
+            raise
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         """Yield the objects below ``prefix`` in the order of their keys, from behind ``start_after``.
@@ -199,22 +236,21 @@ class S3Store:
         All keys are gathered first: some servers list folder by folder, which is another order when a name has a
         character below "/" (as "a-b/x" and "a/x").
         """
-        found = [info for page in self._pages(prefix, start_after) for info in page]
+        found = self._call(prefix, lambda: self._listed(prefix, start_after))
         yield from sorted(
             (info for info in found if info.key.encode() > start_after.encode()), key=lambda info: info.key.encode()
         )
 
-    def _pages(self, prefix: str, start_after: str) -> Iterator[Iterable[ObjectInfo]]:
+    def _listed(self, prefix: str, start_after: str) -> tuple[ObjectInfo, ...]:
         paginator = self._client.get_paginator("list_objects_v2")
         asked: dict[str, Any] = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
         if server_start := _safe_start(start_after, prefix):
             asked["StartAfter"] = self._prefix + server_start
-        pages = iter(paginator.paginate(**asked))
-        while (page := self._call(prefix, lambda: next(pages, None))) is not None:
-            yield [
-                ObjectInfo(item["Key"][len(self._prefix) :], item["Size"], item["LastModified"].timestamp())
-                for item in page.get("Contents", [])
-            ]
+        return tuple(
+            ObjectInfo(item["Key"][len(self._prefix) :], item["Size"], item["LastModified"].timestamp())
+            for page in paginator.paginate(**asked)
+            for item in page.get("Contents", [])
+        )
 
     def delete(self, key: str) -> None:
         """Remove the object; one that is not there is fine."""
@@ -236,6 +272,30 @@ class S3Store:
     def _sign(self, client: S3Client, method: str, key: str, expires_s: int) -> str:
         asked = {"Bucket": self._bucket, "Key": self._key(key)}
         return client.generate_presigned_url(method, Params=asked, ExpiresIn=expires_s)
+
+
+class _RenewedCredentials(Credentials):
+    """botocore's view of a credentials file: asked at each signature."""
+
+    def __init__(self, file: CredentialsFile) -> None:
+        self._file = file
+        keys = file.keys()
+        super().__init__(keys.access_key, keys.secret_key, keys.session_token)
+
+    def get_frozen_credentials(self) -> ReadOnlyCredentials:
+        keys = self._file.keys()
+        return ReadOnlyCredentials(keys.access_key, keys.secret_key, keys.session_token)
+
+
+class _FileProvider(CredentialProvider):
+    METHOD = CANONICAL_NAME = "taas-file"
+
+    def __init__(self, file: CredentialsFile) -> None:
+        super().__init__()
+        self._file = file
+
+    def load(self) -> Credentials:
+        return _RenewedCredentials(self._file)
 
 
 @cache

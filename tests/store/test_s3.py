@@ -199,7 +199,7 @@ def test_a_server_that_is_not_there_is_unavailable(s3_server: S3Server) -> None:
     ("status", "code", "kind", "text"),
     [
         (403, "RequestTimeTooSkewed", StoreRefused, "clock"),
-        (400, "ExpiredToken", StoreRefused, "access key"),
+        (400, "ExpiredToken", StoreRefused, "session credentials"),
         (429, "", StoreUnavailable, "overloaded"),
         (500, "InternalError", StoreUnavailable, "overloaded"),
         (418, "Teapot", StoreError, "418 Teapot"),
