@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-import os
 import select
 import time
 from collections.abc import Iterator
@@ -14,21 +12,21 @@ from typing import Any
 
 from taas.errors import DeliveryError, error_from_dict
 from taas_tasks.delivery import wire
-from taas_tasks.delivery.steps import Place, Remainder, num_steps, place_of
-from taas_tasks.plan import padding_of
-from taas_tasks.shards.lanes import NUM_LANES
-from taas_tasks.shards.reader import Lane, ShardSchema, read_lane, read_schema
+from taas_tasks.delivery.mapped import MappedPart, Row
+from taas_tasks.delivery.steps import Ending, Place, Remainder, next_position, num_steps, place_of
+from taas_tasks.streams import Merge
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 30.0
 _SAY_AFTER_S = 30.0
+_MAX_RUN = 1024  # steps: what is prepared at once of tiny elements
 
 
 @dataclass(frozen=True)
 class PassShape:
     """Which elements of which epoch a rank takes: ``offset + t * world_size + rank`` at step t.
 
-    ``epoch_length`` is None where only the reading shows it.
+    ``ending`` is None where only the reading shows it; ``num_streams`` is that of a merged loader, else 1.
     """
 
     loader: str
@@ -36,8 +34,9 @@ class PassShape:
     world_size: int
     epoch: int
     offset: int
-    epoch_length: int | None
+    ending: Ending | None
     remainder: Remainder
+    num_streams: int = 1
     allow_pickle: bool = False
 
     def index(self, step: int) -> int:
@@ -48,51 +47,14 @@ class PassShape:
         """Return the steps of this pass when the epoch has this length."""
         return num_steps(epoch_length, offset=self.offset, world_size=self.world_size, remainder=self.remainder)
 
+    def last_index(self, step: int) -> int:
+        """Return the last element that any rank takes at a step."""
+        return self.offset + (step + 1) * self.world_size - 1
 
-class Part:
-    """A part of a segment in this process: lanes are mapped privately, each on its own, when first read."""
-
-    def __init__(self, told: dict[str, Any], file: int, *, allow_pickle: bool) -> None:
-        self.epoch, self.n, self.lane_bits = told["epoch"], told["n"], told["lane_bits"]
-        self.start, self.stop, self.padded_stop = told["start"], told["stop"], told["padded_stop"]
-        self.is_last = told["last"]
-        self.num_bytes = 0
-        self._places = {lane: (place, length) for lane, place, length in told["lanes"]}
-        self._schema: ShardSchema = read_schema(os.pread(file, told["schema_length"], 0), allow_pickle=allow_pickle)
-        self._lanes: dict[int, Lane] = {}
-        self._file = file
-
-    def holds(self, index: int) -> bool:
-        """Whether the element at ``index`` is in this part."""
-        return self.start <= index < self.padded_stop and index % NUM_LANES in self._places
-
-    def element(self, index: int) -> Any:
-        """Return the element at ``index`` of the (padded) epoch."""
-        lane = self._lanes.get(index % NUM_LANES)
-        if lane is None:
-            lane = self._open(index % NUM_LANES)
-        return lane[(index - self.start) // NUM_LANES]
-
-    def _open(self, number: int) -> Lane:
-        place, length = self._places[number]
-        page = place // mmap.PAGESIZE * mmap.PAGESIZE
-        mapping = mmap.mmap(
-            self._file,
-            place - page + length,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=page,
-        )
-        self.num_bytes += length
-        lane = read_lane(memoryview(mapping)[place - page :], self._schema)
-        self._lanes[number] = lane
-        return lane
-
-    def close(self) -> None:
-        """Let go of the file; elements that are still alive keep their lanes."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+    def steps_within(self, reach: int) -> int:
+        """Return the steps that this pass has for certain when so many elements of the epoch are there."""
+        first = self.offset + (self.rank if self.remainder == "pad" else self.world_size - 1)
+        return max(0, -(-(reach - first) // self.world_size))
 
 
 class Connection:
@@ -129,17 +91,17 @@ class Connection:
         except OSError as error:
             raise self._gone() from error
 
-    def receive(self, what: str, *, urgent: bool) -> tuple[dict[str, Any], list[int]]:
+    def receive(self, what: str, *, urgent: int | None = None) -> tuple[dict[str, Any], list[int]]:
         """Return the next answer; the time until it is there is added to ``wait_s``.
 
         Args:
             what: is awaited, for the log.
-            urgent: tell the feeder that this rank cannot go on without it.
+            urgent: tell the feeder that this rank cannot go on without what it asked for in this slot.
         """
         if not self._poll.poll(0):
             started = time.monotonic()
-            if urgent:
-                self.send("wait")
+            if urgent is not None:
+                self.send("wait", slot=urgent)
             while not self._poll.poll(_SAY_AFTER_S * 1000):
                 _log.info("waiting for %s since %.0f s", what, time.monotonic() - started)
             self.wait_s += time.monotonic() - started
@@ -167,18 +129,10 @@ def _as_delivery_error(value: dict[str, Any]) -> DeliveryError:
     return DeliveryError(f"{type(error).__name__}: {error.message}", **error.fields)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How an epoch ends: its length, and its length with the padding that the shards hold."""
-
-    length: int
-    padded: int
-
-
 def ask_ending(connection: Connection, shape: PassShape) -> Ending | None:
     """Wait until the end of an epoch is known; None when the units ended before it."""
     message = _reach(connection, shape, 2**62, what="end")
-    return Ending(message["epoch_length"], message["padded_length"]) if "epoch_length" in message else None
+    return _ending(message) if "epoch_length" in message else None
 
 
 def ask_num_epochs(connection: Connection, shape: PassShape) -> int | None:
@@ -190,140 +144,232 @@ def ask_num_epochs(connection: Connection, shape: PassShape) -> int | None:
 def _reach(connection: Connection, shape: PassShape, index: int, *, what: str) -> dict[str, Any]:
     connection.send("look", loader=shape.loader, epoch=shape.epoch)
     connection.send("reach", index=index)
-    return connection.receive(f"the {what} of epoch {shape.epoch} of loader '{shape.loader}'", urgent=False)[0]
+    return connection.receive(f"the {what} of epoch {shape.epoch} of loader '{shape.loader}'")[0]
+
+
+def _ending(told: dict[str, Any]) -> Ending:
+    return Ending(told["epoch_length"], told["padded_length"], dict(told.get("lengths", ())))
+
+
+@dataclass
+class _Slot:
+    """The parts of one stream: the one that is read, the next one, and what was asked for last."""
+
+    part: MappedPart | None = None
+    ahead: MappedPart | None = None
+    asked: Place | None = None
+    answered: Place | None = None  # what ``ahead`` was asked for
+    number: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.part is None and self.ahead is None and self.asked is None
 
 
 class PassReader:
-    """The elements of one pass of one rank, in order; the next part is asked for while one is read.
+    """The elements of one pass of one rank, in order; the next part of each stream is asked for while one is read.
 
-    ``num_steps`` and ``ending`` are set as soon as the epoch's end is known. Iterate once, then ``close``.
+    Where the epoch's length is not known beforehand, only elements below the *reach* are read: those before the
+    epoch's first missing one, whose places are certain. ``num_steps`` and ``ending`` are set as soon as they are known.
+    Call ``next_run`` until it gives None, or iterate once; then ``close``.
     """
 
     def __init__(self, path: str, shape: PassShape, *, connect_s: float = _CONNECT_S) -> None:
         self._shape = shape
-        self._path = path
         self._connection = Connection(path, connect_s=connect_s)
-        self._questions: Connection | None = None
-        self._part: Part | None = None
-        self._asked: Place | None = None
-        self._reached = 0
+        self._merge = Merge(shape.num_streams)
+        self._asked_in: Merge | None = None  # the order in which this rank's places in all streams were found
+        self._slots = [_Slot() for _ in range(shape.num_streams + 1)]  # the last one is for padding
+        self._step = 0
+        self._num_certain = 0  # steps that this rank has for certain
+        self._reach_asked = False
         self._finished_bytes = 0
         self.ending: Ending | None = None
         self.num_steps: int | None = None
-        if shape.epoch_length is not None:
-            self._learn(Ending(shape.epoch_length, shape.epoch_length + padding_of(shape.epoch_length)))
-        first = shape.index(0)
-        self._connection.send("open", loader=shape.loader, epoch=shape.epoch, offset=shape.offset, index=first)
-        if self.num_steps != 0:
-            self._ask(self._place(0))
+        if shape.ending is not None:
+            self._learn(shape.ending)
+        whole = {"loader": shape.loader, "epoch": shape.epoch, "offset": shape.offset, "index": shape.index(0)}
+        is_sure = self.ending is not None or shape.num_streams == 1
+        self._connection.send("open", **whole, asks=self._first_asks() if is_sure else [])
 
     @property
     def wait_s(self) -> float:
         """Seconds in which this rank could not go on."""
-        return self._connection.wait_s + (self._questions.wait_s if self._questions else 0.0)
+        return self._connection.wait_s
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the lanes that this rank has opened."""
-        return self._finished_bytes + (self._part.num_bytes if self._part else 0)
+        return self._finished_bytes + sum(slot.part.num_bytes for slot in self._slots if slot.part is not None)
 
     def __iter__(self) -> Iterator[Any]:
-        step, stride = 0, self._shape.world_size
-        while self._has(step):
-            place = self._place(step)
-            part = self._part_with(place)
-            if part is None:
-                continue  # the epoch has ended: whether the pass has this step is now known
-            index, limit = place.index, part.padded_stop if place.offset == self._shape.offset else place.index + 1
-            while index < limit and self._has(step):
-                yield part.element(index)
-                index += stride
-                step += 1
+        while (run := self.next_run()) is not None:
+            for get, row in run:
+                yield get(row)
+
+    def next_run(self) -> list[Row] | None:
+        """Return the elements of the next steps, as many as the open parts hold; waits for one. None: the pass is over.
+
+        An element is made by calling its function with its row.
+        """
+        if not self._has(self._step):
+            return None
+        shape = self._shape
+        num_steps = min(self._num_certain - self._step, _MAX_RUN)
+        first, stop = shape.index(self._step), shape.index(self._step + num_steps)
+        if self.ending is not None:
+            stop = min(stop, self.ending.padded)
+        run = [self._await_row(place_of(first, offset=shape.offset, ending=self.ending, merge=self._merge))]
+        self._extend(run, range(first + shape.world_size, stop, shape.world_size))
+        self._step += len(run)
+        return run
+
+    def _extend(self, run: list[Row], indices: range) -> None:
+        """Add what is in the open parts, up to the first element that is not."""
+        locate, slots = self._merge.locate, self._slots
+        for index in indices:
+            stream, position = locate(index)
+            part = slots[stream].part
+            row = None if part is None else part.find(position)
+            if row is None:
+                return
+            run.append(row)
 
     def close(self, *, finished: bool = False) -> None:
         """Let go of everything; elements that are still alive keep what they need. Twice is fine."""
-        if self._part is not None:
-            self._finished_bytes += self._part.num_bytes
-            self._part.close()
-            self._part = None
+        self._finished_bytes = self.num_bytes
+        for slot in self._slots:
+            for part in (slot.part, slot.ahead):
+                if part is not None:
+                    part.close()
+            slot.part = slot.ahead = None
         if finished:
             with contextlib.suppress(DeliveryError):
                 self._connection.send("close", finished=True)
         self._connection.close()
-        if self._questions is not None:
-            self._questions.close()
 
-    def _place(self, step: int) -> Place:
-        ending = self.ending
-        return place_of(
-            self._shape.index(step),
-            offset=self._shape.offset,
-            epoch_length=ending.length if ending else None,
-            padded_length=ending.padded if ending else None,
-        )
+    # --- what is known of the epoch's end -----------------------------------------------------------------------------
 
     def _has(self, step: int) -> bool:
-        """Whether the pass has this step, as far as it is known; with ``drop`` it waits until it is."""
-        if self.num_steps is None and self._shape.remainder == "drop":
-            self._await_whole(step)
-        return self.num_steps is None or step < self.num_steps
+        """Whether the pass has this step; waits until it is known."""
+        while step >= self._num_certain and self.num_steps is None:
+            if not self._reach_asked:
+                last = self._shape.index(step) if self._shape.remainder == "pad" else self._shape.last_index(step)
+                self._connection.send("reach", index=last)
+                self._reach_asked = True
+            self._receive(f"element {self._shape.index(step)}")
+        return step < self._num_certain
 
-    def _await_whole(self, step: int) -> None:
-        """Wait until every rank's element of a step is there, or the epoch has ended before."""
-        last = self._shape.offset + (step + 1) * self._shape.world_size - 1
-        if last < self._reached:
-            return
-        if self._questions is None:  # an answer about a part may be on its way on the pass's own connection
-            self._questions = Connection(self._path)
-            self._questions.send("look", loader=self._shape.loader, epoch=self._shape.epoch)
-        self._questions.send("reach", index=last)
-        answer, _ = self._questions.receive(f"element {last} of loader '{self._shape.loader}'", urgent=False)
-        self._reached = answer["reach"]
-        if "epoch_length" in answer:
-            self._learn(Ending(answer["epoch_length"], answer["padded_length"]))
+    def _adopt(self, told: dict[str, Any]) -> None:
+        """Take in how far the epoch is there, and which streams have ended."""
+        if self.ending is not None:
+            return  # all is known
+        if "num_epochs" in told:
+            raise DeliveryError(f"epoch {self._shape.epoch} of loader '{self._shape.loader}' has no elements")
+        lengths = dict(told.get("lengths", ()))
+        if lengths != self._merge.lengths:
+            self._merge = Merge(self._shape.num_streams, lengths)
+        self._num_certain = self._shape.steps_within(told["reach"])
+        if "epoch_length" in told:
+            self._learn(_ending(told))
+        if self._asked_in is not self._merge and (asks := self._first_asks()):
+            self._connection.send("ask", asks=asks)
 
     def _learn(self, ending: Ending) -> None:
-        planned = self._shape.epoch_length
-        if planned is not None and ending.length != planned:
-            raise DeliveryError(
-                f"epoch {self._shape.epoch} of loader '{self._shape.loader}' ended after {ending.length} elements, but "
-                f"the plan says {planned}: the loader yielded fewer than its sampler; prepare it again"
-            )
         self.ending = ending
-        self.num_steps = self._shape.steps(ending.length)
+        self.num_steps = self._num_certain = self._shape.steps(ending.length)
+        if ending.lengths:
+            self._merge = Merge(self._shape.num_streams, ending.lengths)
 
-    def _ask(self, place: Place) -> None:
-        self._connection.send("ask", index=place.index, offset=place.offset)
-        self._asked = place
+    # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _part_with(self, place: Place) -> Part | None:
-        """Return the part that holds an element, when it is there; None when the epoch turned out to end before."""
-        while self._part is None or not self._part.holds(place.index):
-            if self._asked is None:
-                self._ask(place)
-            what = f"element {place.index} of epoch {self._shape.epoch} of loader '{self._shape.loader}'"
-            self._release()
-            message, files = self._connection.receive(what, urgent=True)
-            asked, self._asked = self._asked, None
-            if "part" not in message:
-                self._learn(Ending(message["epoch_length"], message["padded_length"]))
-                return None
-            self._part = Part(message["part"], files[0], allow_pickle=self._shape.allow_pickle)
-            if asked is not None and asked.offset == self._shape.offset:
-                self._ask_ahead(self._part)
-        return self._part
+    def _await_row(self, place: Place) -> Row:
+        """Return where an element is, when the part that holds it is there."""
+        number = place.stream if place.offset == self._shape.offset else self._shape.num_streams
+        slot = self._slots[number]
+        while True:
+            if slot.part is not None:
+                row = slot.part.find(place.position)
+                if row is not None:
+                    return row
+                self._release(slot, slot.part)
+            slot.part, slot.ahead = slot.ahead, None
+            if slot.part is None:
+                if slot.asked != place:  # nothing, or what is not needed now that another stream has ended
+                    self._connection.send("ask", asks=[self._question(number, place)])
+                self._receive(f"element {place.position} of stream {place.stream}", urgent=number)
+            elif slot.part.find(place.position) is not None:
+                self._ask_ahead(number, slot.part)
+            elif slot.answered == place:
+                raise DeliveryError(f"the feeder gave a part that lacks {place}, for which it was asked")
 
-    def _release(self) -> None:
-        if self._part is not None:
-            self._finished_bytes += self._part.num_bytes
-            self._connection.send("release", epoch=self._part.epoch, n=self._part.n, lanes=self._part.lane_bits)
-            self._part.close()
-            self._part = None
+    def _receive(self, what: str, *, urgent: int | None = None) -> None:
+        """Take in the next message, whatever it answers."""
+        of_what = f"{what} of epoch {self._shape.epoch} of loader '{self._shape.loader}'"
+        message, files = self._connection.receive(of_what, urgent=urgent)
+        if "part" not in message:
+            self._reach_asked = False
+            self._adopt(message)
+            return
+        if "reach" in message:
+            self._adopt(message)
+        self._take(message, files[0])
 
-    def _ask_ahead(self, part: Part) -> None:
-        if part.is_last and self.ending is None:
-            self._learn(Ending(part.stop, part.padded_stop))
-        shape = self._shape
-        step = -(-(part.padded_stop - shape.offset - shape.rank) // shape.world_size)
-        if self.num_steps is None or step < self.num_steps:
-            self._ask(self._place(step))
+    def _take(self, message: dict[str, Any], file: int) -> None:
+        part = MappedPart(
+            message["part"], file, num_streams=self._shape.num_streams, allow_pickle=self._shape.allow_pickle
+        )
+        slot = self._slots[message["slot"]]
+        if message["number"] != slot.number:  # something else was asked for in the meantime
+            self._release(None, part)
+            return
+        slot.ahead, slot.asked, slot.answered = part, None, slot.asked
+
+    def _release(self, slot: _Slot | None, part: MappedPart) -> None:
+        self._connection.send("release", epoch=part.epoch, stream=part.stream, n=part.n, lanes=part.lane_bits)
+        self._finished_bytes += part.num_bytes
+        part.close()
+        if slot is not None:
+            slot.part = None
+
+    def _question(self, number: int, place: Place) -> tuple[int, int, int, int, int]:
+        slot = self._slots[number]
+        slot.asked, slot.number = place, slot.number + 1
+        return number, slot.number, place.stream, place.position, place.offset
+
+    def _first_asks(self) -> list[tuple[int, int, int, int, int]]:
+        """Return what to ask of the streams of which nothing is there and nothing was asked."""
+        self._asked_in = self._merge
+        idle = [stream for stream in range(self._shape.num_streams) if self._slots[stream].is_idle]
+        places = [self._next_place(stream, 0) for stream in idle]
+        return [self._question(place.stream, place) for place in places if place is not None]
+
+    def _next_place(self, stream: int, position: int) -> Place | None:
+        """Return the first element of a stream, from a position on, that this rank takes, as far as is known."""
+        shape, below = self._shape, None
+        if self.ending is not None and self.num_steps is not None:
+            below = min(self.ending.padded, shape.index(self.num_steps))
+        first = shape.index(self._step)
+        rule = {"first": first, "world_size": shape.world_size, "position": position}
+        found = next_position(self._merge, stream, **rule, below=below)
+        return None if found is None else Place(stream, found, shape.offset)
+
+    def _ask_ahead(self, number: int, part: MappedPart) -> None:
+        """Ask for what comes after a part: the stream's next one, else the padding that this rank needs."""
+        if number == self._shape.num_streams:
+            return
+        place = self._next_place(number, part.stop)
+        asks = [] if place is None else [self._question(number, place)]
+        asks += self._padding_asks() if place is None else []
+        if asks:
+            self._connection.send("ask", asks=asks)
+
+    def _padding_asks(self) -> list[tuple[int, int, int, int, int]]:
+        shape, ending, padding = self._shape, self.ending, self._slots[-1]
+        if ending is None or not self.num_steps or not padding.is_idle:
+            return []
+        last = shape.index(self.num_steps - 1)
+        if last < ending.padded:
+            return []
+        place = place_of(last, offset=shape.offset, ending=ending, merge=self._merge)
+        return [self._question(shape.num_streams, place)]

@@ -3,23 +3,30 @@
 The desk knows the committed segments, the open iterators of this host's ranks and the parts in the cache. ``decide``
 returns what is to be done now. Its rules:
 
-- A pass takes the parts of its epoch in order. What an open iterator will need next is fetched ahead of it, nearest
-  first, as far as the loader's budget reaches; after the epoch's end comes the next epoch.
+- A pass takes the parts of its epoch in order; of a merged loader those of each stream that the rank reads, in that
+  stream's order. What an open iterator will need next is fetched ahead of it, nearest first whatever its stream, as far
+  as the loader's budget reaches; after the epoch's end comes the next epoch.
 - A part is kept while a rank holds it, or while an open iterator has still to take it and it fits the budget. Only
   open iterators count: one that comes late, or again, has what it needs fetched again.
-- Who cannot go on without a part gets it even when the budget is used up by parts that other ranks hold. So no rank
-  waits for another rank's progress, and two loaders, or one rank that iterates alone, cannot lock each other.
+- Who cannot go on without a part gets it even when the budget is used up by parts that other ranks hold, or that it
+  holds itself of other streams. So no rank waits for another rank's progress, and two loaders, or one rank that
+  iterates alone, cannot lock each other.
+- Which lanes of a merged loader's part a host needs follows from what is known of the streams' ends. A part that was
+  handed out before another stream ended may lack a lane; its rank asks again, and the part that it gets has it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 from taas.errors import DeliveryError, TaasError
+from taas_tasks.delivery.catalogue import Catalogue
 from taas_tasks.delivery.parts import PartKey, PartLayout, Ranks, Segment, lay_out
+from taas_tasks.plan import epochs_of_plan
+from taas_tasks.values import LoaderPlan
 
 _MAX_LAYOUTS = 4096
 _MAX_AHEAD = 64  # parts ahead of one iterator, so that a huge cache of tiny segments costs no more than it helps
@@ -43,12 +50,13 @@ class Drop:
 
 @dataclass(frozen=True)
 class HandOut:
-    """Give a part to the rank behind a connection."""
+    """Give a part to the rank behind a connection; ``message`` says in answer to what."""
 
     connection: int
     key: PartKey
     segment: Segment
     layout: PartLayout
+    message: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,46 +68,35 @@ class Tell:
 
 
 Action: TypeAlias = Fetch | Drop | HandOut | Tell
+_Start: TypeAlias = tuple[int, tuple[tuple[int, int], ...], int]  # epoch, streams with places of segments, offset
 
 
 @dataclass
-class _Epoch:
-    segments: list[Segment] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-
-    @property
-    def last(self) -> Segment | None:
-        return self.segments[-1] if self.segments else None
-
-    @property
-    def end(self) -> Segment | None:
-        return self.last if self.last is not None and self.last.last_of_epoch else None
-
-    def place_of(self, index: int) -> int | None:
-        """Return which segment holds ``index``, if it is committed."""
-        place = bisect_right(self.starts, index) - 1
-        return place if place >= 0 and index < self.segments[place].padded_stop else None
-
-
-@dataclass
-class _Stream:
+class _Loader:
     """A loader as this host sees it."""
 
-    epochs: list[_Epoch] = field(default_factory=list)
-    complete: bool = False
+    catalogue: Catalogue
+    tells_reach: bool  # the ranks do not know the epochs' lengths
+    num_streams: int
     failure: TaasError | None = None
     next_pass: int = 0  # the epoch that the next pass is expected to read
+    num_begun: int = 0  # ranks that have begun it
 
-    def add(self, segment: Segment) -> None:
-        while len(self.epochs) <= segment.epoch:
-            self.epochs.append(_Epoch())
-        epoch = self.epochs[segment.epoch]
-        epoch.segments.append(segment)
-        epoch.starts.append(segment.start)
-        self.complete = self.complete or segment.last_of_units
+    def expect(self, epoch: int) -> None:
+        if epoch != self.next_pass:
+            self.next_pass, self.num_begun = epoch, 0
 
-    def epoch(self, number: int) -> _Epoch | None:
-        return self.epochs[number] if number < len(self.epochs) else None
+
+@dataclass
+class _Slot:
+    """What an open iterator takes of one stream."""
+
+    stream: int
+    offset: int
+    position: int  # the first that it has still to take
+    number: int = 0  # of the question
+    asked: bool = False
+    waiting: bool = False
 
 
 @dataclass
@@ -109,13 +106,15 @@ class _Cursor:
     loader: str
     epoch: int
     offset: int
-    index: int  # the first element that it has still to take
-    origin: int  # the pass began there; ``offset`` differs from it where the epoch's start is read as padding
-    asked: bool = False
-    waiting: bool = False
+    index: int  # the first element of the epoch that it takes
     reads: bool = True
     reach: int | None = None  # a question: is this element there, or has the epoch ended before?
+    slots: dict[int, _Slot] = field(default_factory=dict)  # by stream; behind the streams: padding read from the start
     held: set[PartKey] = field(default_factory=set)
+
+    @property
+    def waits(self) -> bool:
+        return any(slot.waiting for slot in self.slots.values())
 
 
 @dataclass
@@ -130,17 +129,19 @@ class Desk:
 
     Args:
         ranks: this host's.
-        loaders: names of the loaders to deliver.
+        loaders: plans of the loaders to deliver, by name.
         cache_bytes: of this host, shared evenly among the loaders.
         host: for messages.
         max_fetches: at once.
     """
 
-    def __init__(self, ranks: Ranks, loaders: Iterable[str], *, cache_bytes: int, host: str, max_fetches: int) -> None:
+    def __init__(
+        self, ranks: Ranks, loaders: Mapping[str, LoaderPlan], *, cache_bytes: int, host: str, max_fetches: int
+    ) -> None:
         self._ranks = ranks
-        self._streams = {name: _Stream() for name in loaders}
+        self._loaders = {name: _new_loader(plan, ranks) for name, plan in loaders.items()}
         self._cache_bytes = cache_bytes
-        self._budget = cache_bytes // max(1, len(self._streams))
+        self._budget = cache_bytes // max(1, len(self._loaders))
         self._host = host
         self._max_fetches = max_fetches
         self._cursors: dict[int, _Cursor] = {}
@@ -156,15 +157,18 @@ class Desk:
     # --- what happens ---------------------------------------------------------------------------------------------
 
     def add_segment(self, segment: Segment) -> None:
-        """A segment was committed. They come in the order of the stream."""
-        stream = self._streams[segment.loader]
-        stream.add(segment)
-        needed = lay_out(segment, self._ranks.lanes(0)).num_bytes
-        if needed > self._budget and stream.failure is None:
-            stream.failure = DeliveryError(
+        """A segment was committed. Those of a stream come in its order."""
+        loader = self._loaders[segment.loader]
+        try:
+            loader.catalogue.add(segment)
+        except DeliveryError as error:
+            loader.failure = loader.failure or error
+        needed = lay_out(segment, loader.catalogue.part(segment, 0).lanes).num_bytes
+        if needed > self._budget and loader.failure is None:
+            loader.failure = DeliveryError(
                 f"host {self._host} needs {needed} bytes of cache for its part of segment {segment.n} of epoch "
                 f"{segment.epoch} of loader '{segment.loader}', and may use {self._budget} ({self._cache_bytes} bytes "
-                f"for {len(self._streams)} loader(s)); raise cache_gb in the request, or yield smaller elements",
+                f"for {len(self._loaders)} loader(s)); raise cache_gb in the request, or yield smaller elements",
                 loader=segment.loader,
                 needed_bytes=needed,
                 budget_bytes=self._budget,
@@ -172,12 +176,16 @@ class Desk:
 
     def fail_loader(self, loader: str, error: TaasError) -> None:
         """Nothing more can come of a loader: every question about it gets this error."""
-        self._streams[loader].failure = error
+        self._loaders[loader].failure = error
 
-    def open(self, connection: int, *, loader: str, epoch: int, offset: int, index: int) -> None:
-        """A rank began a pass; ``index`` is the first element that it takes."""
-        self._cursors[connection] = _Cursor(loader, epoch, offset, index, origin=offset)
-        self._streams[loader].next_pass = epoch
+    def open(
+        self, connection: int, *, loader: str, epoch: int, offset: int, index: int, asks: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """A rank began a pass; ``index`` is the first element that it takes, ``asks`` are its first questions."""
+        self._cursors[connection] = _Cursor(loader, epoch, offset, index)
+        self._loaders[loader].expect(epoch)
+        self._loaders[loader].num_begun += 1
+        self.ask(connection, asks=asks)
 
     def knows(self, connection: int) -> bool:
         """Whether a connection has an open pass or question."""
@@ -185,27 +193,35 @@ class Desk:
 
     def look(self, connection: int, *, loader: str, epoch: int) -> None:
         """A rank wants to ask about an epoch without reading it."""
-        self._cursors[connection] = _Cursor(loader, epoch, 0, 0, origin=0, reads=False)
+        self._cursors[connection] = _Cursor(loader, epoch, 0, 0, reads=False)
 
-    def ask(self, connection: int, *, index: int, offset: int) -> None:
-        """A rank wants the part with element ``index``, read as in a pass from ``offset`` on."""
+    def ask(self, connection: int, *, asks: Sequence[Sequence[int]]) -> None:
+        """A rank wants parts: (slot, number, stream, position, offset) of each.
+
+        That is the part with an element of a stream, read as in a pass from ``offset`` on. It takes the place of what
+        was asked for before in the same slot; ``number`` comes back with the answer.
+        """
         cursor = self._cursors[connection]
-        cursor.index, cursor.offset, cursor.asked, cursor.waiting = index, offset, True, False
+        for slot, number, stream, position, offset in asks:
+            cursor.slots[slot] = _Slot(stream, offset, position, number, asked=True)
         self._failed = {key: error for key, error in self._failed.items() if key.loader != cursor.loader}  # try again
 
-    def wait(self, connection: int) -> None:
-        """A rank cannot go on without what it asked for."""
-        self._cursors[connection].waiting = True
+    def wait(self, connection: int, *, slot: int) -> None:
+        """A rank cannot go on without what it asked for in a slot."""
+        found = self._cursors[connection].slots.get(slot)
+        if found is not None and found.asked:  # else the answer is on its way
+            found.waiting = True
 
     def ask_reach(self, connection: int, *, index: int) -> None:
         """A rank asks whether element ``index`` is committed, or where the epoch ended before it."""
         self._cursors[connection].reach = index
 
-    def release(self, connection: int, *, epoch: int, n: int, lanes: int) -> None:
+    def release(self, connection: int, *, epoch: int, stream: int, n: int, lanes: int) -> None:
         """A rank has gone past a part."""
         cursor = self._cursors[connection]
-        self._let_go(connection, PartKey(cursor.loader, epoch, n, lanes))
-        cursor.held.discard(PartKey(cursor.loader, epoch, n, lanes))
+        key = PartKey(cursor.loader, epoch, stream, n, lanes)
+        self._let_go(connection, key)
+        cursor.held.discard(key)
 
     def close(self, connection: int, *, finished: bool = False) -> None:
         """A rank's iterator is gone; ``finished`` when its pass was complete."""
@@ -215,7 +231,7 @@ class Desk:
         for key in cursor.held:
             self._let_go(connection, key)
         if finished:
-            self._streams[cursor.loader].next_pass = cursor.epoch + 1
+            self._loaders[cursor.loader].expect(cursor.epoch + 1)
 
     def _let_go(self, connection: int, key: PartKey) -> None:
         if key in self._parts:
@@ -238,7 +254,7 @@ class Desk:
         for connection, cursor in self._cursors.items():
             actions += self._answer(connection, cursor)
         in_flight = sum(not part.ready for part in self._parts.values())
-        for loader in self._streams:
+        for loader in self._loaders:
             wanted = self._wanted(loader)
             actions += self._evict(loader, wanted)
             fetches = self._to_fetch(loader, wanted, room=self._max_fetches - in_flight)
@@ -247,52 +263,48 @@ class Desk:
         return actions
 
     def _answer(self, connection: int, cursor: _Cursor) -> list[Action]:
-        stream = self._streams[cursor.loader]
-        if not cursor.asked and cursor.reach is None:
+        loader = self._loaders[cursor.loader]
+        asking = [slot for slot in cursor.slots.items() if slot[1].asked]
+        if not asking and cursor.reach is None:
             return []
-        if stream.failure is not None:
-            cursor.asked, cursor.reach = False, None
-            return [Tell(connection, {"error": stream.failure.to_dict()})]
-        if cursor.reach is not None:
-            return self._answer_reach(connection, cursor, stream, cursor.reach)
-        return self._answer_ask(connection, cursor, stream)
+        if loader.failure is not None:
+            cursor.reach = None
+            cursor.slots.clear()
+            return [Tell(connection, {"error": loader.failure.to_dict()})]
+        actions = self._answer_reach(connection, cursor, loader)
+        for number, slot in asking:
+            actions += self._answer_ask(connection, cursor, number, slot)
+        return actions
 
-    def _answer_reach(self, connection: int, cursor: _Cursor, stream: _Stream, index: int) -> list[Action]:
-        epoch = stream.epoch(cursor.epoch)
-        last = epoch.last if epoch else None
-        if last is not None and (last.last_of_epoch or index < last.stop):
+    def _answer_reach(self, connection: int, cursor: _Cursor, loader: _Loader) -> list[Action]:
+        if cursor.reach is None:
+            return []
+        catalogue, epoch = loader.catalogue, cursor.epoch
+        if catalogue.reach(epoch) > cursor.reach or catalogue.epoch_length(epoch):
             cursor.reach = None
-            return [Tell(connection, {"reach": last.stop, **(_ending(last) if last.last_of_epoch else {})})]
-        if last is None and stream.complete:
+            return [Tell(connection, catalogue.describe_reach(epoch))]
+        if catalogue.num_epochs is not None and epoch >= catalogue.num_epochs:
             cursor.reach = None
-            return [Tell(connection, {"num_epochs": len(stream.epochs)})]
+            return [Tell(connection, {"num_epochs": catalogue.num_epochs})]
         return []
 
-    def _answer_ask(self, connection: int, cursor: _Cursor, stream: _Stream) -> list[Action]:
-        epoch = stream.epoch(cursor.epoch)
-        place = epoch.place_of(cursor.index) if epoch else None
-        if epoch is None or place is None:
-            if epoch is None or epoch.end is None:
-                return []
-            cursor.asked = False
-            return [Tell(connection, _ending(epoch.end))]
-        segment = epoch.segments[place]
-        key = self._key(segment, cursor.offset)
+    def _answer_ask(self, connection: int, cursor: _Cursor, number: int, slot: _Slot) -> list[Action]:
+        loader = self._loaders[cursor.loader]
+        segment = loader.catalogue.find(cursor.epoch, slot.stream, slot.position)
+        if segment is None:
+            return []
+        key = loader.catalogue.part(segment, slot.offset)
         if key in self._failed:
-            cursor.asked = False
+            slot.asked = False
             return [Tell(connection, {"error": self._failed.pop(key).to_dict()})]
         part = self._parts.get(key)
         if part is None or not part.ready:
             return []
         part.holders.add(connection)
         cursor.held.add(key)
-        cursor.asked, cursor.waiting, cursor.index = False, False, segment.padded_stop
-        if cursor.offset != cursor.origin and epoch.end is not None:
-            cursor.index = epoch.end.padded_stop  # padding read from the epoch's start: the next epoch comes after it
-        return [HandOut(connection, key, segment, part.layout)]
-
-    def _key(self, segment: Segment, offset: int) -> PartKey:
-        return PartKey(segment.loader, segment.epoch, segment.n, self._ranks.lanes(offset))
+        slot.asked, slot.waiting, slot.position = False, False, segment.padded_stop
+        told = loader.catalogue.describe_reach(cursor.epoch) if loader.tells_reach else {}
+        return [HandOut(connection, key, segment, part.layout, {"slot": number, "number": slot.number, **told})]
 
     def _layout(self, key: PartKey, segment: Segment) -> PartLayout:
         if key not in self._layouts:
@@ -303,38 +315,44 @@ class Desk:
 
     def _wanted(self, loader: str) -> dict[PartKey, Segment]:
         """Return the parts that this loader's iterators will take: what is waited for first, then the nearest."""
-        stream = self._streams[loader]
+        known = self._loaders[loader]
         cursors = [one for one in self._cursors.values() if one.loader == loader and one.reads]
-        cursors.sort(key=lambda one: not one.waiting)
-        starts = dict.fromkeys(self._start(one) for one in cursors) or [(stream.next_pass, 0, 0)]
-        walks = [self._walk(stream, *start) for start in starts]
-        wanted: dict[PartKey, Segment] = {}
+        cursors.sort(key=lambda one: not one.waits)
+        walks = [known.catalogue.walk(*start) for start in dict.fromkeys(self._start(one) for one in cursors)]
+        wanted = self._asked(loader, urgent=True) | self._asked(loader, urgent=False)
         for _ in range(_MAX_AHEAD):
             for walk in walks:
                 found = next(walk, None)
                 if found is not None:
                     wanted.setdefault(*found)
+        if not walks or (known.num_streams > 1 and known.num_begun < self._ranks.count):
+            streams = known.catalogue.positions_at(known.next_pass, 0)
+            begin = known.catalogue.walk(known.next_pass, known.catalogue.places_of(known.next_pass, streams), 0)
+            for key, segment in islice(begin, _MAX_AHEAD):  # ranks that have not begun may read other streams
+                wanted.setdefault(key, segment)
         return wanted
 
-    def _start(self, cursor: _Cursor) -> tuple[int, int, int]:
-        """Return where a cursor stands: epoch, the segment's place in it, offset."""
-        epoch = self._streams[cursor.loader].epoch(cursor.epoch)
-        place = epoch.place_of(cursor.index) if epoch else 0
-        return cursor.epoch, len(epoch.segments) if epoch and place is None else place or 0, cursor.offset
+    def _start(self, cursor: _Cursor) -> _Start:
+        """Return where a cursor stands in the streams that it reads.
 
-    def _walk(self, stream: _Stream, number: int, place: int, offset: int) -> Iterator[tuple[PartKey, Segment]]:
-        while (epoch := stream.epoch(number)) is not None:
-            for at in range(place, len(epoch.segments)):
-                yield self._key(epoch.segments[at], offset), epoch.segments[at]
-            if epoch.end is None:
-                return
-            number, place, offset = number + 1, 0, 0
+        One that has not asked yet, as it does not know where its elements lie, is taken to read all streams.
+        """
+        known, epoch = self._loaders[cursor.loader], cursor.epoch
+        positions = [(one.stream, one.position) for slot, one in cursor.slots.items() if slot < known.num_streams]
+        if not cursor.slots:
+            positions = known.catalogue.positions_at(epoch, cursor.index)
+        return epoch, known.catalogue.places_of(epoch, positions), cursor.offset
 
-    def _urgent(self, loader: str) -> set[PartKey]:
-        """Return the parts without which a rank cannot go on."""
-        waiting = [one for one in self._cursors.values() if one.loader == loader and one.asked and one.waiting]
-        heads = [next(self._walk(self._streams[loader], *self._start(one)), None) for one in waiting]
-        return {head[0] for head in heads if head is not None}
+    def _asked(self, loader: str, *, urgent: bool) -> dict[PartKey, Segment]:
+        """Return the parts without which a rank cannot go on; or else those with padding that one has asked for."""
+        known, found = self._loaders[loader], {}
+        for cursor in self._cursors.values():
+            for number, slot in cursor.slots.items() if cursor.loader == loader else ():
+                if slot.asked and (slot.waiting if urgent else number >= known.num_streams):
+                    segment = known.catalogue.find(cursor.epoch, slot.stream, slot.position)
+                    if segment is not None:
+                        found[known.catalogue.part(segment, slot.offset)] = segment
+        return found
 
     def _evict(self, loader: str, wanted: dict[PartKey, Segment]) -> list[Action]:
         """Drop what nobody holds and what is not among the nearest wanted parts that fit beside what is held."""
@@ -343,7 +361,7 @@ class Desk:
         if not idle:
             return []
         used = sum(part.layout.num_bytes for part in own.values() if part.holders)
-        keep = self._urgent(loader)
+        keep = set(self._asked(loader, urgent=True))
         for key, segment in wanted.items():
             if key in own and own[key].holders:
                 continue
@@ -357,10 +375,10 @@ class Desk:
         return [Drop(key) for key in dropped]
 
     def _to_fetch(self, loader: str, wanted: dict[PartKey, Segment], *, room: int) -> list[Action]:
-        if self._streams[loader].failure is not None:
+        if self._loaders[loader].failure is not None:
             return []
         used = sum(part.layout.num_bytes for key, part in self._parts.items() if key.loader == loader)
-        urgent = self._urgent(loader)
+        urgent = self._asked(loader, urgent=True)
         fetches: list[Action] = []
         for key, segment in wanted.items():
             if key in self._parts or key in self._failed:
@@ -374,5 +392,6 @@ class Desk:
         return fetches
 
 
-def _ending(last: Segment) -> dict[str, int]:
-    return {"epoch_length": last.stop, "padded_length": last.padded_stop}
+def _new_loader(plan: LoaderPlan, ranks: Ranks) -> _Loader:
+    tells_reach = epochs_of_plan(plan).num is None
+    return _Loader(Catalogue(plan, ranks), tells_reach=tells_reach, num_streams=plan.num_streams)

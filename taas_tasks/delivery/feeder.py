@@ -90,7 +90,7 @@ class _Follower(threading.Thread):
             return 0
         for record in records:
             self._report(Segment.of(record, num_streams=self._num_streams[name]))
-        if reader.frontier.complete:
+        if reader.is_complete:
             del self._readers[name]
         return len(records)
 

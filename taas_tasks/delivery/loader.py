@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from taas.errors import DeliveryError
-from taas_tasks.delivery.client import Connection, Ending, PassReader, PassShape, ask_ending, ask_num_epochs
+from taas_tasks.delivery.client import Connection, PassReader, PassShape, ask_ending, ask_num_epochs
 from taas_tasks.delivery.counters import PassCounters, next_number
-from taas_tasks.delivery.steps import Remainder, epochs_with_steps, num_steps
+from taas_tasks.delivery.steps import Ending, Remainder, ending_of, epochs_with_steps
 from taas_tasks.plan import epochs_of_plan
 from taas_tasks.values import LoaderPlan
 
@@ -189,8 +189,7 @@ class DeliveredLoader(DataLoader[Any]):
     def _taas_shape(self) -> PassShape:
         """Return the next pass. Waits where only the ledger tells whether there is another epoch."""
         shape = self._taas_shape_at(self._taas_pass, self._taas_offset)
-        length = self._taas_ending_length(shape.epoch)
-        if shape.offset and length is not None and self._taas_steps(length, shape.offset) == 0:
+        if shape.offset and shape.ending is not None and shape.steps(shape.ending.length) == 0:
             self._taas_begin(self._taas_pass + 1)  # the state was taken at the epoch's end
             return self._taas_shape_at(self._taas_pass, 0)
         return shape
@@ -204,14 +203,15 @@ class DeliveredLoader(DataLoader[Any]):
             world_size=delivery.world_size,
             epoch=number % count if count else number,
             offset=offset,
-            epoch_length=None,
+            ending=None,
+            num_streams=self._taas_plan.num_streams,
             remainder=delivery.remainder,
             allow_pickle=delivery.allow_pickle,
         )
         if count is None and number > 0:
             count = self._taas_find_epochs(shape)
             shape = shape if count is None else replace(shape, epoch=number % count)
-        return replace(shape, epoch_length=self._taas_ending_length(shape.epoch))
+        return replace(shape, ending=self._taas_ending(shape.epoch))
 
     def _taas_find_epochs(self, shape: PassShape) -> int | None:
         """Learn how many epochs there are, if the one of ``shape`` is behind the last."""
@@ -225,20 +225,18 @@ class DeliveredLoader(DataLoader[Any]):
         self._taas_num_epochs = count
         return count
 
-    def _taas_ending_length(self, epoch: int) -> int | None:
-        if epoch in self._taas_known:
-            return self._taas_known[epoch].length
-        return self._taas_epochs.length_of(epoch)
-
-    def _taas_steps(self, length: int, offset: int) -> int:
-        delivery = self._taas_delivery
-        return num_steps(length, offset=offset, world_size=delivery.world_size, remainder=delivery.remainder)
+    def _taas_ending(self, epoch: int) -> Ending | None:
+        """Return how an epoch ends, as far as the plan or an earlier pass tells."""
+        length, plan = self._taas_epochs.length_of(epoch), self._taas_plan
+        if length is None:
+            return self._taas_known.get(epoch)
+        return ending_of(length, num_streams=plan.num_streams, is_merged=plan.is_merged)
 
     def _taas_length(self, shape: PassShape) -> int:
-        length = self._taas_ending_length(shape.epoch)
-        return self._taas_steps(self._taas_await_length(shape) if length is None else length, shape.offset)
+        ending = self._taas_ending(shape.epoch) or self._taas_await_ending(shape)
+        return shape.steps(ending.length)
 
-    def _taas_await_length(self, shape: PassShape) -> int:
+    def _taas_await_ending(self, shape: PassShape) -> Ending:
         _log.info(
             "the length of loader '%s' is not known beforehand: waiting until epoch %d is prepared, as len() was asked",
             *(self.name, shape.epoch),
@@ -251,13 +249,12 @@ class DeliveredLoader(DataLoader[Any]):
         if ending is None:
             raise DeliveryError(f"loader '{self.name}' was prepared, but it yielded no element at all")
         self._taas_known[shape.epoch] = ending
-        return ending.length
+        return ending
 
     def _taas_num_elements(self) -> int:
         shape = self._taas_shape()
-        self._taas_length(shape)
-        length = self._taas_ending_length(shape.epoch)
-        return max(0, (length or 0) - shape.offset)
+        ending = self._taas_ending(shape.epoch) or self._taas_await_ending(shape)
+        return max(0, ending.length - shape.offset)
 
     def _taas_ended(self, one: _Pass) -> None:
         """A pass gave its last element."""

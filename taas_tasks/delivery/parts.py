@@ -1,17 +1,21 @@
 """Which part of a segment a host needs, and where it lies in the cache file. Pure.
 
-At step t of a pass that began at ``offset``, rank r takes element ``offset + t * world_size + r`` of the epoch. So the
-lanes (index mod 32) that a rank or a host needs follow from the offset alone, for every segment of the epoch.
+At step t of a pass that began at ``offset``, rank r takes element ``offset + t * world_size + r`` of the epoch. Where
+one stream is the epoch, the lanes (index mod 32) that a rank or a host needs follow from the offset alone, for every
+segment. In a merged loader they follow from the epoch's ``Merge``: between the ends of streams a stream's elements go
+round the ranks and round the lanes with a common period.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
-from taas_tasks.shards.lanes import NUM_LANES, first_in_lane, lane_of
+from taas_tasks.shards.lanes import NUM_LANES, lane_of
+from taas_tasks.streams import Merge, lane_period, nominal_index
 from taas_tasks.values import ShardRecord
 
 _ALIGNMENT = 64
@@ -23,6 +27,19 @@ def _lanes(first: int, count: int, world_size: int, offset: int) -> int:
     for turn in range(NUM_LANES):
         for rank in range(first, first + count):
             found |= 1 << lane_of(offset + turn * world_size + rank)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _lanes_of_run(ranks: Ranks, lane: int, rank: int, num_streams: int, stride: int, count: int) -> int:
+    """Return the lanes of those of ``count`` elements of a stream that these ranks take.
+
+    The first one lies in ``lane`` and is taken by ``rank``; in the epoch they stand ``stride`` apart.
+    """
+    found = 0
+    for turn in range(count):
+        if ranks.first <= (rank + turn * stride) % ranks.world_size < ranks.first + ranks.count:
+            found |= 1 << lane_of(lane + turn * num_streams)
     return found
 
 
@@ -38,6 +55,23 @@ class Ranks:
         """Return the lanes that these ranks need in a pass from ``offset`` on, as bits of a number."""
         return _lanes(self.first, self.count, self.world_size, offset % NUM_LANES)
 
+    def merged_lanes(self, merge: Merge, stream: int, *, start: int, stop: int, offset: int) -> int:
+        """Return the same for the positions [start, stop) of a stream; 0 when these ranks take none of them."""
+        found = 0
+        for run, next_run in zip(merge.runs, [*merge.runs[1:], None], strict=True):
+            low, high = max(start, run.position), stop if next_run is None else min(stop, next_run.position)
+            if low >= high or stream not in run.alive:
+                continue
+            stride = len(run.alive)
+            index = run.index + (low - run.position) * stride + run.alive.index(stream)
+            period = math.lcm(lane_period(merge.num_streams), self.world_size // math.gcd(stride, self.world_size))
+            lane = lane_of(nominal_index(low, stream, merge.num_streams))
+            rank = (index - offset) % self.world_size
+            found |= _lanes_of_run(
+                self, lane, rank, merge.num_streams % NUM_LANES, stride % self.world_size, min(high - low, period)
+            )
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class LaneBytes:
@@ -51,10 +85,15 @@ class LaneBytes:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a feeder keeps of a ``ShardRecord``: under 1 KB, as it keeps those of the whole run."""
+    """What a feeder keeps of a ``ShardRecord``: under 1 KB, as it keeps those of the whole run.
+
+    ``num_streams`` is that of a merged loader, else 1; then elements [start, stop) are positions of ``stream``.
+    """
 
     loader: str
     epoch: int
+    stream: int
+    num_streams: int
     n: int
     start: int
     stop: int
@@ -67,12 +106,14 @@ class Segment:
     lane_table: array[int]
 
     @classmethod
-    def of(cls, record: ShardRecord) -> Segment:
-        """Return the segment of a ledger record."""
+    def of(cls, record: ShardRecord, *, num_streams: int = 1) -> Segment:
+        """Return the segment of a ledger record of a loader with so many streams."""
         table = array("q", [part for one in record.lanes for part in (one.lane, one.offset, one.length, one.crc32)])
         return cls(
             loader=record.loader,
             epoch=record.epoch,
+            stream=record.stream,
+            num_streams=num_streams,
             n=record.n,
             start=record.start,
             stop=record.stop,
@@ -92,7 +133,9 @@ class Segment:
 
     def num_elements(self, bits: int) -> int:
         """Return how many elements these lanes hold, without padding."""
-        return sum(len(range(first_in_lane(lane, start=self.start), self.stop, NUM_LANES)) for lane in lanes_of(bits))
+        period, count = lane_period(self.num_streams), self.stop - self.start
+        lanes = [lane_of(nominal_index(self.start + row, self.stream, self.num_streams)) for row in range(period)]
+        return sum(len(range(first, count, period)) for first, lane in enumerate(lanes) if bits >> lane & 1)
 
 
 def lanes_of(bits: int) -> list[int]:
@@ -106,6 +149,7 @@ class PartKey:
 
     loader: str
     epoch: int
+    stream: int
     n: int
     lanes: int
 
@@ -155,12 +199,12 @@ def describe_part(segment: Segment, bits: int, layout: PartLayout) -> dict[str, 
     """Return what a rank is told of a part, beside the file."""
     return {
         "epoch": segment.epoch,
+        "stream": segment.stream,
         "n": segment.n,
         "lane_bits": bits,
         "start": segment.start,
         "stop": segment.stop,
         "padded_stop": segment.padded_stop,
-        "last": segment.last_of_epoch,
         "schema_length": segment.schema_length,
         "lanes": layout.lanes,
     }

@@ -360,7 +360,7 @@ def test_a_record_that_cannot_be_read_is_an_error_not_a_hang(store: MemoryStore,
     store.put(RunKeys(RUN).ledger_record("data", 0, 0, 1), b'{"version": 7}')
     with feeding(store, launch_plan(prepared, nproc=1), tmp_path) as host:
         iterator = iter(host.loader(0))
-        with pytest.raises(DeliveryError, match="the ledger of loader 'data' cannot be followed"):
+        with pytest.raises(DeliveryError, match=r"00000001\.json' is not what was committed"):
             list(iterator)
 
 

@@ -1,0 +1,78 @@
+"""A part of a segment as a rank has it: its lanes mapped privately into the process, its elements views of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from taas.errors import DeliveryError
+from taas_tasks.shards.lanes import NUM_LANES
+from taas_tasks.shards.reader import ShardSchema, read_lane, read_schema
+from taas_tasks.streams import lane_period, nominal_index
+
+Row: TypeAlias = tuple[Callable[[int], Any], int]
+"""An element to be: a lane's function from a row to the element, and the row."""
+
+
+class MappedPart:
+    """A part in this process. Each lane is mapped on its own, when first read; closing the part keeps the mappings.
+
+    Args:
+        told: what ``parts.describe_part`` said.
+        file: descriptor of the cache file; the part closes it.
+        num_streams: of a merged loader, else 1.
+        allow_pickle: see ``read_schema``.
+    """
+
+    def __init__(self, told: dict[str, Any], file: int, *, num_streams: int, allow_pickle: bool) -> None:
+        self.epoch, self.stream, self.n, self.lane_bits = told["epoch"], told["stream"], told["n"], told["lane_bits"]
+        self.start, self.stop = told["start"], told["padded_stop"]
+        self.num_bytes = 0
+        self._num_streams, self._period = num_streams, lane_period(num_streams)
+        self._places = {lane: (place, length) for lane, place, length in told["lanes"]}
+        self._schema: ShardSchema = read_schema(os.pread(file, told["schema_length"], 0), allow_pickle=allow_pickle)
+        self._lanes: dict[int, Callable[[int], Any]] = {}
+        self._file = file
+
+    def find(self, position: int) -> Row | None:
+        """Return where the element at a position of the stream is; None when this part does not hold it."""
+        if not self.start <= position < self.stop:
+            return None
+        number = (position * self._num_streams + self.stream) % NUM_LANES
+        lane = self._lanes.get(number)
+        if lane is None:
+            if number not in self._places:
+                return None
+            lane = self._open(number, position)
+        return lane, (position - self.start) // self._period
+
+    def _open(self, number: int, position: int) -> Callable[[int], Any]:
+        place, length = self._places[number]
+        page = place // mmap.PAGESIZE * mmap.PAGESIZE
+        mapping = mmap.mmap(
+            self._file,
+            place - page + length,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=page,
+        )
+        lane = read_lane(memoryview(mapping)[place - page :], self._schema)
+        row, expected = (position - self.start) // self._period, nominal_index(position, self.stream, self._num_streams)
+        if not (row < len(lane) and lane.index(row) == expected):
+            found = f"element {lane.index(row)}" if row < len(lane) else f"only {len(lane)} elements"
+            raise DeliveryError(
+                f"lane {number} of segment {self.n} of epoch {self.epoch} (stream {self.stream}) has {found} where "
+                f"element {expected} should be in row {row}: the shard was written by other rules than its ledger "
+                "record; prepare and train with the same release"
+            )
+        self.num_bytes += length
+        self._lanes[number] = lane.__getitem__
+        return self._lanes[number]
+
+    def close(self) -> None:
+        """Let go of the file; elements that are still alive keep their lanes."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
