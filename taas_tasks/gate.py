@@ -13,8 +13,8 @@ from taas_tasks.values import GateDecision, LoaderPlan, Watermark
 def starting_units(start: str | int | float, loader: LoaderPlan, *, world_size: int) -> int:
     """Return the units of a loader that must be there before training starts; never more than are asked for.
 
-    ``"auto"``: the first segment of every machine, and enough for one step of every rank. ``"all"``: everything. A
-    whole number: so many units. A fraction: that part of the units.
+    ``"auto"``: the first segment of every machine (of every stream, where the loader's workers are its streams), and
+    enough for one step of every rank. ``"all"``: everything. A whole number: so many units. A fraction: that part.
 
     Raises:
         RequestError: ``start`` is none of these.

@@ -293,8 +293,9 @@ def watermark(plan: LoaderPlan, prefix: Prefix) -> Watermark:
 
 
 def first_units(plan: LoaderPlan) -> int:
-    """Return the units of the first segments: one of each machine."""
-    return min(plan.units, plan.inspection.epoch_length or plan.units, plan.sizes.first * plan.machines)
+    """Return the units of the first segments: one of each machine, or of each stream."""
+    first = plan.sizes.first * (plan.num_streams if plan.is_merged else plan.machines)
+    return min(plan.units, plan.inspection.epoch_length or plan.units, first)
 
 
 def units_per_second(records: Sequence[ShardRecord], *, machines: int) -> float | None:

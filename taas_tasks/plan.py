@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,6 +18,9 @@ _MIB = 1 << 20
 _TARGET_BYTES = 48 * _MIB
 _HARD_BYTES = 256 * _MIB
 _MAX_SEGMENTS = 50_000
+_STREAMS_BYTES = 1 << 30  # of the segments, one of each stream, that a machine gathers at once
+_SEGMENT_SECONDS = (0.5, 20.0)  # of work; committing costs some 10 ms, a retry does half a segment again
+_LEAST_SEGMENTS = 32  # of one producer
 
 
 # --- segments -------------------------------------------------------------------------------------------------------
@@ -144,18 +148,24 @@ def epochs_of_plan(plan: LoaderPlan) -> Epochs:
 
 
 def segments_in_order(plan: LoaderPlan) -> Iterator[tuple[int, int]]:
-    """Yield every segment ``(epoch, n)`` of a loader whose epochs' lengths are known, in the order of the stream."""
+    """Yield every segment ``(epoch, n)`` of a loader that is one stream of known length, in its order.
+
+    Raises:
+        ValueError: They are not known: an epoch is as long as it yields, or the loader's workers are its streams.
+    """
     epochs = epochs_of_plan(plan)
-    if epochs.num is None:
-        raise ValueError(f"the epochs of loader {plan.loader!r} have no length that is known beforehand")
+    if epochs.num is None or plan.is_merged:
+        raise ValueError(f"the segments of loader {plan.loader!r} are not known before they are committed")
     for epoch in range(epochs.num):
         for n in range(num_segments(plan.sizes, epochs.length_of(epoch) or 0)):
             yield epoch, n
 
 
 def total_segments(plan: LoaderPlan) -> int | None:
-    """Return how many segments a loader has in all; None when its epochs' lengths are not known beforehand."""
+    """Return how many segments a loader has in all; None where ``segments_in_order`` does not know them."""
     epochs = epochs_of_plan(plan)
+    if plan.is_merged:
+        return None
     if epochs.lengths:
         return sum(num_segments(plan.sizes, length) for length in epochs.lengths)
     if epochs.num is None or epochs.length is None:
@@ -168,7 +178,14 @@ def total_segments(plan: LoaderPlan) -> int | None:
 
 
 def choose_sizes(inspection: Inspection, *, units: int, machines: int, cache_bytes: int) -> SegmentSizes:
-    """Return segment sizes: small first, about 48 MiB at most, at most about 50,000 segments, a fraction of the cache.
+    """Return segment sizes: small first, then as large as is good for the store, the memory, the cache and training.
+
+    At most about 48 MiB (more only where the units would be over about 50,000 segments), 20 s of work, and, as training
+    waits for a segment's end, a 32nd of what one producer makes or half a second of work; but no less than 32 elements
+    for the last two reasons.
+
+    A producer is a machine, or each stream of a loader whose workers are its streams: the sizes are then each
+    stream's, and as a machine may hold all streams and a host needs a part of each, and the next one, they share.
 
     Sizes are multiples of 32 elements, so that all lanes of a segment are even; for elements of several MiB, or
     fewer elements than the machines can share, they are 16, 8, … 1 elements.
@@ -183,16 +200,39 @@ def choose_sizes(inspection: Inspection, *, units: int, machines: int, cache_byt
             f" {_bytes(cache_bytes)}; raise cache_gb or use a smaller batch",
             faults=[{"field": "cache_gb", "message": "smaller than one element"}],
         )
-    in_epoch = min(units, inspection.epoch_length or units)
-    largest_bytes = max(_TARGET_BYTES, min(_HARD_BYTES, units * element_bytes / _MAX_SEGMENTS))
-    largest = _down_to_grain(min(largest_bytes, cache_bytes / 8) / element_bytes)
+    if inspection.read_by == "workers":
+        return _sizes_of_streams(inspection, units=units, cache_bytes=cache_bytes)
+    at_once = max(1, inspection.num_loader_workers)
+    good = _good_size(inspection, units=units, producers=machines, seconds=inspection.element_seconds / at_once)
+    largest = _down_to_grain(min(good, cache_bytes / 8 / element_bytes))
     first = min(LANES, largest)
+    in_epoch = min(units, inspection.epoch_length or units)
     if machines > 1 and in_epoch * 4 > units:  # many short epochs are shared epoch by epoch, few long ones within
         share = in_epoch / machines
         first = min(first, _down_to_grain(share))
         # a largest segment of more than a quarter of a machine's share leaves the machines unevenly busy at the end
         largest = max(first, min(largest, _down_to_grain(max(share / 4, first))))
     return SegmentSizes(first=first, largest=largest, machines=machines)
+
+
+def _sizes_of_streams(inspection: Inspection, *, units: int, cache_bytes: int) -> SegmentSizes:
+    streams, element_bytes = inspection.num_streams, max(1.0, inspection.element_bytes)
+    good = _good_size(inspection, units=units, producers=streams, seconds=inspection.element_seconds)
+    # K parts that ranks hold and K next ones, and half as much again: the bytes of an element are a mean
+    in_cache = cache_bytes / max(8, 3 * streams) / element_bytes
+    in_memory = _STREAMS_BYTES / streams / element_bytes
+    largest = _down_to_grain(min(good, in_cache, in_memory))
+    return SegmentSizes(first=min(LANES // math.gcd(streams, LANES), largest), largest=largest, machines=1)
+
+
+def _good_size(inspection: Inspection, *, units: int, producers: int, seconds: float) -> float:
+    """Return the elements that the largest segment should have; ``seconds``: of an element, where one is made."""
+    element_bytes = max(1.0, inspection.element_bytes)
+    least = -(-units // (_MAX_SEGMENTS * LANES)) * LANES
+    short, long = (limit / max(1e-9, seconds) for limit in _SEGMENT_SECONDS)
+    in_time = min(long, max(short, units / producers / _LEAST_SEGMENTS))
+    in_bytes = max(_TARGET_BYTES, min(_HARD_BYTES, least * element_bytes)) / element_bytes
+    return min(in_bytes, max(least, in_time))
 
 
 def _down_to_grain(elements: float) -> int:
@@ -275,7 +315,8 @@ def useful_machines(inspection: Inspection, *, cpus: int) -> int:
 
 def _loader_faults(request: TrainRequest, loader: LoaderPlan, world_size: int) -> list[dict[str, str]]:
     faults = []
-    longest = min(loader.units, loader.inspection.epoch_length or loader.units)
+    inspection = loader.inspection
+    longest = min(loader.units, inspection.epoch_length or max(inspection.epoch_lengths, default=loader.units))
     if request.remainder == "drop" and longest < world_size:
         message = (
             f"loader {loader.loader!r} gives {longest} elements in a pass, fewer than the {world_size} ranks, and"
@@ -292,10 +333,30 @@ def _loader_warnings(request: TrainRequest, loader: LoaderPlan) -> list[str]:
         warnings.append(
             f"{name}: {loader.machines} of the {request.cpus} machines asked for can share it, {_why(loader)}"
         )
-    total = total_segments(loader)
-    if total is not None and total > 2 * _MAX_SEGMENTS:
-        warnings.append(f"{name}: {total} segments, as an epoch has only {loader.inspection.epoch_length} elements")
+    if loader.is_merged and loader.num_streams % loader.machines:
+        warnings.append(f"{name}: {_unevenness(loader)}")
+    total = _least_segments(loader)
+    if total > 2 * _MAX_SEGMENTS:
+        num = epochs_of_plan(loader).num or 1
+        warnings.append(f"{name}: {total} segments, as an epoch has only {loader.units / num:.0f} elements")
     return warnings
+
+
+def _least_segments(loader: LoaderPlan) -> int:
+    """Return how many segments there are, for streams at least; 0 where nothing can be said."""
+    num_epochs = epochs_of_plan(loader).num or 0
+    return num_epochs * loader.num_streams if loader.is_merged else total_segments(loader) or 0
+
+
+def _unevenness(loader: LoaderPlan) -> str:
+    """Say what it means that the streams do not divide evenly among the machines."""
+    most, more = -(-loader.num_streams // loader.machines), loader.num_streams % loader.machines
+    text = (
+        f"its {loader.num_streams} streams are uneven on {loader.machines} machines: {more} of them read {most},"
+        f" the others {most - 1}"
+    )
+    enough = -(-loader.num_streams // most)
+    return f"{text}; {enough} machines would be as quick" if enough < loader.machines else text
 
 
 def _why(loader: LoaderPlan) -> str:
@@ -311,9 +372,13 @@ def _why(loader: LoaderPlan) -> str:
 
 
 def preparation_seconds(loader: LoaderPlan) -> float:
-    """Return the estimated seconds that one loader's machines need, from the measured seconds of an element."""
-    at_once = loader.machines * max(1, loader.inspection.num_loader_workers)
-    return loader.units * loader.inspection.element_seconds / at_once
+    """Return the estimated seconds that one loader's machines need, from the measured seconds of an element.
+
+    A machine makes as many elements at once as the loader has workers; of streams each makes one at a time, wherever
+    it is read.
+    """
+    at_once = loader.num_streams if loader.is_merged else loader.machines * max(1, loader.inspection.num_loader_workers)
+    return -(-loader.units // at_once) * loader.inspection.element_seconds
 
 
 def preparation_price(plan: Plan, flavors: Mapping[str, Flavor]) -> float:
@@ -354,9 +419,14 @@ def _describe_loader(loader: LoaderPlan, flavors: Mapping[str, Flavor]) -> str:
     inspection = loader.inspection
     seconds = preparation_seconds(loader)
     epoch = f"epochs of {inspection.epoch_length}" if inspection.epoch_length else "epochs as long as it yields"
+    streams = (
+        f" as {loader.num_streams} streams of its loader workers on {loader.machines} machines"
+        if loader.is_merged
+        else ""
+    )
     return (
         f"prepare {loader.loader}: {loader.units:,} elements ({epoch}) of about {_bytes(inspection.element_bytes)},"
-        f" {_bytes(loader.units * inspection.element_bytes)} in all, on {loader.machines} x {PREP_FLAVOR}"
+        f" {_bytes(loader.units * inspection.element_bytes)} in all,{streams} on {loader.machines} x {PREP_FLAVOR}"
         f" in about {_seconds(seconds)}, {seconds * loader.machines * flavors[PREP_FLAVOR].price:,.0f} units of price;"
         f" segments of {loader.sizes.first} to {loader.sizes.largest} elements"
     )

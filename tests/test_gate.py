@@ -8,6 +8,7 @@ from taas.errors import RequestError
 from taas_tasks import gate
 from taas_tasks.values import GateDecision, LoaderPlan, Watermark
 from tests.test_ledger import loader_plan
+from tests.test_ledger_reader import merged_plan
 
 
 def mark(units: int, asked: int = 1000, loader: str = "data") -> Watermark:
@@ -43,6 +44,15 @@ def test_auto_with_fewer_units_than_ranks_waits_for_all_of_them() -> None:
     found = gate.decide("auto", loaders=loaders, watermarks=[mark(5, 5)], world_size=8)
     assert found.is_open
     assert found.starts_at_units == {"data": 5}
+
+
+@pytest.mark.parametrize(("num_streams", "world_size", "starts_at"), [(5, 2, 5), (5, 8, 8), (3, 1, 3)])
+def test_auto_waits_for_the_first_segment_of_every_stream(num_streams: int, world_size: int, starts_at: int) -> None:
+    loaders = {"data": merged_plan(1000, num_streams)}  # first segments of 1 element
+    found = gate.decide("auto", loaders=loaders, watermarks=[mark(starts_at - 1)], world_size=world_size)
+    assert not found.is_open
+    assert found.starts_at_units == {"data": starts_at}
+    assert gate.decide("auto", loaders=loaders, watermarks=[mark(starts_at)], world_size=world_size).is_open
 
 
 @pytest.mark.parametrize("start", ["soon", -1, 1.5, True])

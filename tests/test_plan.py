@@ -189,6 +189,68 @@ def test_few_elements_are_shared_by_all_machines() -> None:
     assert plan.num_segments(sizes, 64) >= 8
 
 
+STREAMS: dict[str, object] = {
+    "order": "sequential", "epoch_length": None, "kind": "iterable", "read_by": "workers", "num_streams": 4,
+    "num_loader_workers": 4,
+}  # fmt: skip
+
+
+@given(
+    element_bytes=st.floats(1, 2**28),
+    element_seconds=st.floats(1e-7, 30),
+    units=st.integers(1, 10**8),
+    num_streams=st.integers(1, 128),
+    cache=st.sampled_from([1 << 30, 8 << 30, 64 << 30]),
+)
+def test_sizes_of_streams_fit_the_machine_that_holds_all_and_the_cache_of_a_host(
+    element_bytes: float, element_seconds: float, units: int, num_streams: int, cache: int
+) -> None:
+    found = inspection(
+        **STREAMS | {"num_streams": num_streams, "element_bytes": element_bytes, "element_seconds": element_seconds}
+    )
+    sizes = plan.choose_sizes(found, units=units, machines=min(8, num_streams), cache_bytes=cache)
+    assert sizes.machines == 1
+    assert sizes.first <= sizes.largest
+    assert sizes.first in (1, 2, 4, 8, 16, 32)
+    assert sizes.largest % 32 == 0 or sizes.largest in (1, 2, 4, 8, 16)
+    if sizes.largest > 1:
+        assert num_streams * sizes.largest * element_bytes <= 1 << 30
+        assert 2 * num_streams * sizes.largest * element_bytes <= cache
+
+
+@given(units=st.integers(1, 10**8), element_seconds=st.floats(1e-7, 1), num_streams=st.integers(1, 64))
+def test_streams_of_tiny_elements_have_about_50_000_segments_at_most(
+    units: int, element_seconds: float, num_streams: int
+) -> None:
+    found = inspection(**STREAMS | {"num_streams": num_streams, "element_bytes": 8, "element_seconds": element_seconds})
+    sizes = plan.choose_sizes(found, units=units, machines=1, cache_bytes=64 << 30)
+    in_stream = -(-units // num_streams)
+    assert num_streams * plan.num_segments(sizes, in_stream) <= 50_000 + num_streams * 32
+
+
+@pytest.mark.parametrize(("num_streams", "first"), [(1, 32), (3, 32), (4, 8), (6, 16), (8, 4), (32, 1), (64, 1)])
+def test_the_first_segments_of_streams_are_as_small_as_even_lanes_allow(num_streams: int, first: int) -> None:
+    found = inspection(**STREAMS | {"num_streams": num_streams})
+    assert plan.choose_sizes(found, units=10**6, machines=1, cache_bytes=64 << 30).first == first
+
+
+@pytest.mark.parametrize(("units", "machines"), [(10_000, 1), (10_000, 4), (10**6, 8)])
+def test_training_waits_for_a_small_part_of_the_work_at_the_end(units: int, machines: int) -> None:
+    found = inspection(element_bytes=8, element_seconds=0.01, num_loader_workers=1, epoch_length=units)
+    sizes = plan.choose_sizes(found, units=units, machines=machines, cache_bytes=64 << 30)
+    assert sizes.largest <= max(64, units / machines / 32)
+    quick = inspection(element_bytes=8, element_seconds=1e-6, num_loader_workers=1, epoch_length=units)
+    assert plan.choose_sizes(quick, units=units, machines=1, cache_bytes=64 << 30).largest == 500_000 // 32 * 32
+
+
+def test_no_segment_takes_long_to_make_unless_there_would_be_too_many() -> None:
+    slow = inspection(element_bytes=100, element_seconds=0.5, num_loader_workers=2, epoch_length=10**6)
+    sizes = plan.choose_sizes(slow, units=10**6, machines=1, cache_bytes=64 << 30)
+    assert sizes.largest * 0.5 / 2 <= 20
+    sizes = plan.choose_sizes(slow, units=10**9, machines=1, cache_bytes=64 << 30)
+    assert sizes.largest >= 10**9 / 50_000 - 32
+
+
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +318,54 @@ def test_a_plan_for_people_names_bytes_seconds_price_and_warnings() -> None:
 def test_very_many_short_epochs_are_warned_of() -> None:
     made = planned({"epoch_length": 29}, units=20_480_000)
     assert any("segments, as an epoch has only 29 elements" in text for text in made.warnings)
+
+
+def test_streams_are_spread_over_the_machines_in_turn() -> None:
+    assert [plan.stream_owner(stream, machines=3) for stream in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "cpus", "told"),
+    [
+        (4, 4, None),
+        (8, 4, None),
+        (6, 4, "its 6 streams are uneven on 4 machines: 2 of them read 2, the others 1; 3 machines would be as quick"),
+        (5, 3, "its 5 streams are uneven on 3 machines: 2 of them read 2, the others 1"),
+    ],
+)
+def test_streams_that_do_not_divide_among_the_machines_are_told(num_streams: int, cpus: int, told: str | None) -> None:
+    made = planned(STREAMS | {"num_streams": num_streams, "num_loader_workers": num_streams}, cpus=cpus)
+    assert made.warnings == ([] if told is None else [f"loader 'data': {told}"])
+
+
+def test_a_plan_of_streams_says_on_how_many_machines_they_are_read_and_what_that_costs() -> None:
+    made = planned(STREAMS, cpus=2)
+    loader = made.loaders["data"]
+    assert plan.total_segments(loader) is None
+    with pytest.raises(ValueError, match="not known before they are committed"):
+        list(plan.segments_in_order(loader))
+    assert plan.preparation_seconds(loader) == pytest.approx(20_000 / 4 * 0.01)
+    text = plan.describe(made, FLAVORS)
+    # 50 s on two machines of 4 units of price a second
+    for part in ("as 4 streams of its loader workers on 2 machines on 2 x c1.4 in about 50 s", "400 units of price"):
+        assert part in text
+
+
+def test_streams_of_very_many_short_epochs_are_warned_of() -> None:
+    made = planned(STREAMS | {"kind": "map", "order": "recipe", "epoch_length": 29}, units=20_480_000, cpus=4)
+    assert any("segments, as an epoch has only 29 elements" in text for text in made.warnings)
+
+
+def test_dropping_the_remainder_is_refused_when_every_epoch_is_too_short() -> None:
+    lengths = [5, 6, 7] * 7000
+    with pytest.raises(RequestError, match="gives 7 elements in a pass"):
+        planned({"order": "chunks", "epoch_length": None, "epoch_lengths": lengths}, remainder="drop")
+    assert planned({"order": "chunks", "epoch_length": None, "epoch_lengths": [5, 20_000]}, remainder="drop").loaders
+
+
+def test_dropping_the_remainder_of_streams_of_unknown_length_is_refused_for_too_few_units() -> None:
+    with pytest.raises(RequestError, match="gives 7 elements in a pass, fewer than the 8 ranks"):
+        planned(STREAMS, units=7, remainder="drop")
 
 
 def test_all_segments_of_a_plan_have_an_owner_among_the_machines() -> None:
