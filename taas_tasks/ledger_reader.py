@@ -64,6 +64,11 @@ class LedgerReader:
         """Records that were seen behind a hole of their stream, by ``(epoch, stream, n)``."""
         return dict(self._ahead)
 
+    @property
+    def awaited(self) -> list[SegmentId]:
+        """The next segment of every stream that is certain to have one, by ``(epoch, stream, n)``."""
+        return self._prefix.awaited()
+
     def poll(self) -> list[ShardRecord]:
         """Return the records gained since the last poll: of every stream those without a gap, in their order.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import selectors
@@ -31,7 +32,7 @@ from taas_tasks.delivery import wire
 from taas_tasks.delivery.cache import fetch_part
 from taas_tasks.delivery.desk import Desk, Drop, Fetch, HandOut, Tell
 from taas_tasks.delivery.parts import PartKey, Ranks, Segment, describe_part
-from taas_tasks.delivery.repair import LostSegment, Repairs, RepairSetup
+from taas_tasks.delivery.repair import LostSegment, RecordWatch, Repairs, RepairSetup
 from taas_tasks.ledger_reader import LedgerReader
 from taas_tasks.store import open_store
 from taas_tasks.store.base import ObjectStore
@@ -57,12 +58,23 @@ class FeederInput(Value):
 
 
 class _Follower(threading.Thread):
-    """Polls the ledgers of all loaders and reports new segments, or why there can be no more."""
+    """Polls the ledgers of all loaders and reports new segments, why there can be no more, and lost records."""
 
-    def __init__(self, store: ObjectStore, plan: LaunchPlan, report: Callable[[Segment | tuple[str, TaasError]], None]):
+    def __init__(
+        self,
+        store: ObjectStore,
+        plan: LaunchPlan,
+        report: Callable[[Segment | tuple[str, TaasError] | LostSegment], None],
+        *,
+        record_patience_s: float,
+    ) -> None:
         super().__init__(name="ledger-follower", daemon=True)
         self._readers = {name: LedgerReader(store, plan.run, loader) for name, loader in plan.loaders.items()}
         self._num_streams = {name: loader.num_streams for name, loader in plan.loaders.items()}
+        self._watches = {
+            name: RecordWatch(store, plan.run, loader, patience_s=record_patience_s)
+            for name, loader in plan.loaders.items()
+        }
         self._report = report
         self._stopped = threading.Event()
 
@@ -80,6 +92,8 @@ class _Follower(threading.Thread):
     def _poll(self, name: str, reader: LedgerReader) -> int:
         try:
             records = reader.poll()
+            awaited = [LostSegment(name, *segment) for segment in reader.awaited]
+            lost = self._watches[name].lost(found=len(records), awaited=awaited)
         except StoreUnavailable as error:
             _log.warning("the ledger of loader '%s' cannot be read now: %s", name, error)
             return 0
@@ -90,6 +104,8 @@ class _Follower(threading.Thread):
             return 0
         for record in records:
             self._report(Segment.of(record, num_streams=self._num_streams[name]))
+        for one in lost:
+            self._report(one)
         if reader.is_complete:
             del self._readers[name]
         return len(records)
@@ -165,6 +181,7 @@ class Feeder:
         self._store, self._cache_dir, self._host, self._is_orphan = store, cache_dir, host, is_orphan
         self._loaders = frozenset(names)
         self._repairs = repairs
+        self._repairing: set[LostSegment] = set()
         self._socket_path = socket_path
         self._stats = _Stats(stats_path, names)
         self._files: dict[PartKey, int] = {}
@@ -176,7 +193,12 @@ class Feeder:
         self._wake_out.setblocking(False)
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        self._follower = _Follower(store, plan, lambda found: self._post(lambda: self._learn(found)))
+        self._follower = _Follower(
+            store,
+            plan,
+            lambda found: self._post(lambda: self._learn(found)),
+            record_patience_s=repairs.record_patience_s if repairs is not None else math.inf,
+        )
         self._fetchers = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="fetch")
 
     @property
@@ -295,9 +317,13 @@ class Feeder:
         self._selector.unregister(connection)
         connection.close()
 
-    def _learn(self, found: Segment | tuple[str, TaasError]) -> None:
+    def _learn(self, found: Segment | tuple[str, TaasError] | LostSegment) -> None:
         if isinstance(found, Segment):
             self._desk.add_segment(found)
+        elif isinstance(found, LostSegment):
+            if found not in self._repairing:  # it is told again and again while it is missing
+                self._repairing.add(found)
+                self._fetchers.submit(self._repair_record, found)
         else:
             self._desk.fail_loader(*found)
 
@@ -324,7 +350,7 @@ class Feeder:
                 action.layout,
                 cache_dir=self._cache_dir,
                 host=self._host,
-                repair=self._repair if self._repairs is not None else None,
+                repair=self._repair_part if self._repairs is not None else None,
             )
         except Exception as error:  # noqa: BLE001 (whatever it is, the ranks must hear of it)
             known = error if isinstance(error, TaasError) else DeliveryError(f"fetching {action.key} failed: {error!r}")
@@ -332,9 +358,21 @@ class Feeder:
         else:
             self._post(lambda: self._fetched(action, file))
 
-    def _repair(self, segment: Segment, why: str) -> None:
+    def _repair_record(self, lost: LostSegment) -> None:
+        """Runs in a thread of its own, like ``_fetch``."""
+        try:
+            self._repair(lost, "its record is gone from the ledger, although the loader is prepared")
+        except DeliveryError as error:
+            failure = error
+            self._post(lambda: self._desk.fail_loader(lost.loader, failure))
+        self._post(lambda: self._repairing.discard(lost))
+
+    def _repair_part(self, segment: Segment, why: str) -> None:
+        self._repair(LostSegment(segment.loader, segment.epoch, segment.stream, segment.n), why)
+
+    def _repair(self, lost: LostSegment, why: str) -> None:
         assert self._repairs is not None
-        self._repairs.repair(LostSegment(segment.loader, segment.epoch, segment.stream, segment.n), why)
+        self._repairs.repair(lost, why)
         notes = self._repairs.notes
         self._post(lambda: self._stats.note_repairs(notes))
 

@@ -29,7 +29,7 @@ from taas_tasks.store.files import write_then_move
 from taas_tasks.values import LaunchPlan, LoaderPlan, StoreConfig, Value
 
 _log = logging.getLogger(__name__)
-_MAX_TRIES = 2
+_MAX_TRIES = 3
 _LEAST_S = 600.0
 _SLOWER = 10.0  # than when it was measured: the ranks' own work goes on beside it
 _RECORD_PATIENCE_S = 30.0
@@ -97,6 +97,11 @@ class Repairs:
         self._notes: list[str] = []
 
     @property
+    def record_patience_s(self) -> float:
+        """How long the records of a prepared loader may stay away before the next one counts as lost."""
+        return self._setup.record_patience_s
+
+    @property
     def notes(self) -> list[str]:
         """Sentences about what was prepared again, for the report."""
         with self._state:
@@ -117,7 +122,10 @@ class Repairs:
                 raise self._failed(lost, why, f"it was prepared again {_MAX_TRIES} times already")
             _log.warning("%s is lost (%s); host %s prepares it again, its ranks wait", lost, why, self._host)
             started = time.monotonic()
-            self._run(lost, why)
+            try:
+                self._run(lost, why)
+            except OSError as error:
+                raise self._failed(lost, why, str(error)) from error
             self._note(f"{lost} was lost ({why}); host {self._host} prepared it again", time.monotonic() - started)
             self._done[lost] += 1
 
