@@ -3,6 +3,9 @@
 Which elements a rank took follows from its passes: in a pass with offset ``o`` it took, at step ``t``, element
 ``o + t * world_size + rank`` of the epoch. Elements at and behind the epoch's length are padding. So the elements of
 one epoch with the same remainder modulo ``world_size`` are counted as intervals of ``t``; nothing is enumerated.
+
+It is the same for a loader whose workers are its streams: an index is a place in the merged order, an epoch is as long
+as its streams together, and its end is there when all of them have ended or the units have.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from taas_tasks.ledger import merged_progress
 from taas_tasks.values import LoaderAccount, LoaderPlan, RankPass, ShardRecord
 
 Remainder = Literal["pad", "drop"]
@@ -36,14 +40,21 @@ class _EpochCount:
     reasons: tuple[str, ...]
 
 
-def _epochs(records: Iterable[ShardRecord]) -> list[_Epoch]:
+def _epochs(loader: LoaderPlan, records: Sequence[ShardRecord]) -> list[_Epoch]:
     lengths: dict[int, int] = defaultdict(int)
-    whole: set[int] = set()
     for record in records:
         lengths[record.epoch] += record.stop - record.start
-        if record.last_of_epoch:
-            whole.add(record.epoch)
+    whole = _whole_epochs(loader, records)
     return [_Epoch(number, length, number in whole) for number, length in sorted(lengths.items())]
+
+
+def _whole_epochs(loader: LoaderPlan, records: Sequence[ShardRecord]) -> set[int]:
+    """Return the epochs whose end is committed; the end of the units is one."""
+    if not loader.is_merged:
+        return {record.epoch for record in records if record.last_of_epoch}
+    merged = merged_progress(loader, records)
+    numbers = {record.epoch for record in records}
+    return {epoch for epoch in numbers if merged.epoch_length(epoch) == merged.prefix(epoch)}
 
 
 def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -90,20 +101,34 @@ def _reasons(epoch: _Epoch, passes: Sequence[RankPass], *, world_size: int, rema
     """Say why elements of the epoch stayed unread; empty when nothing explains it."""
     if not passes:
         return [f"epoch {epoch.number} ({epoch.length} elements) was not read: training made no pass over it"]
-    furthest: dict[int, int] = {}
+    by_rank: dict[int, list[RankPass]] = defaultdict(list)
     for one in passes:
-        furthest[one.rank] = max(furthest.get(one.rank, 0), one.offset + one.num_steps * world_size)
+        by_rank[one.rank].append(one)
     reasons = []
-    if absent := [rank for rank in range(world_size) if rank not in furthest]:
+    if absent := [rank for rank in range(world_size) if rank not in by_rank]:
         reasons.append(f"epoch {epoch.number}: {_ranks(absent)} did not iterate")
     offset = min(one.offset for one in passes)
     steps = expected_steps(epoch.length, offset=offset, world_size=world_size, remainder=remainder)
     goal = offset + steps * world_size
-    if early := sorted(rank for rank, reached in furthest.items() if reached < goal):
+    early = sorted(
+        rank for rank, own in by_rank.items() if _stopped_early(own, offset=offset, goal=goal, world_size=world_size)
+    )
+    if early:
         reasons.append(f"epoch {epoch.number}: {_ranks(early)} stopped before the end of the pass ({steps} steps)")
     if offset:
         reasons.append(f"epoch {epoch.number}: training resumed at element {offset}")
     return reasons
+
+
+def _stopped_early(passes: Sequence[RankPass], *, offset: int, goal: int, world_size: int) -> bool:
+    """Return whether one rank's passes leave a part unread because one of them was broken off before it."""
+    reached, is_broken_off = offset, False
+    for one in sorted(passes, key=lambda one: one.offset):
+        if one.offset > reached:
+            break
+        reached = max(reached, one.offset + one.num_steps * world_size)
+        is_broken_off = is_broken_off or not one.complete
+    return is_broken_off and reached < goal
 
 
 def _count(epoch: _Epoch, passes: Sequence[RankPass], *, world_size: int, remainder: Remainder) -> _EpochCount:
@@ -165,7 +190,7 @@ def account_loader(
     Returns:
         The account; ``explained`` is false when units are missing, or elements are unread and nothing says why.
     """
-    epochs = _epochs(records)
+    epochs = _epochs(loader, records)
     by_epoch: dict[int, list[RankPass]] = defaultdict(list)
     for one in passes:
         by_epoch[one.epoch].append(one)

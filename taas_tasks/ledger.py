@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -279,6 +280,19 @@ class MergedPrefix:
 def prefix_of(plan: LoaderPlan) -> OneStreamPrefix | MergedPrefix:
     """Return what is taken of a loader's ledger before the first record is read."""
     return MergedPrefix(plan) if plan.is_merged else OneStreamPrefix(plan)
+
+
+def merged_progress(plan: LoaderPlan, records: Iterable[ShardRecord]) -> MergedProgress:
+    """Return what ``records`` (in any order, holes allowed) of a merged loader add up to.
+
+    A stream counts up to its first hole, or up to a record that does not follow its predecessor.
+    """
+    merged = MergedProgress(num_streams=plan.num_streams, units=plan.units, epochs=epochs_of_plan(plan))
+    for one in sorted(records, key=lambda one: (one.epoch, one.stream, one.n)):
+        if merged.next_segment(one.epoch, one.stream) == (one.n, one.start):
+            with suppress(ValueError):  # beyond the known end of its stream: the ledger's readers refuse it
+                merged.add(one.epoch, one.stream, one.n, start=one.start, stop=one.stop, is_last=one.last_of_epoch)
+    return merged
 
 
 def watermark(plan: LoaderPlan, prefix: Prefix) -> Watermark:

@@ -1,11 +1,14 @@
 """The books of a loader: what closes, what is explained, what is not."""
 
+import random
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taas_tasks.accounting import account_loader, expected_steps
 from taas_tasks.values import Inspection, LoaderPlan, RankPass, SegmentSizes, ShardRecord, Versions
+from tests.test_ledger_reader import SHAPES, merged_plan, produced, stream_record
 
 
 def loader_plan(units: int) -> LoaderPlan:
@@ -150,6 +153,20 @@ def test_complete_passes_that_leave_elements_unread_are_unexplained():
     assert not account.explained
 
 
+def test_complete_passes_of_too_few_steps_are_unexplained_though_all_ranks_agree():
+    account = books([40], [rank_pass(rank, 0, 0, 4) for rank in range(4)], world_size=4)
+    assert account.unread == 24
+    assert not account.explained
+
+
+def test_a_pass_broken_off_beside_one_that_resumed_later_is_explained():
+    resumed = [rank_pass(rank, 0, 0, 2, offset=32) for rank in range(4)]
+    broken = [rank_pass(rank, 1, 0, 3, complete=False) for rank in range(4)]
+    account = books([40], resumed + broken, world_size=4)
+    assert account.unread == 20
+    assert account.explained
+
+
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     world_size=st.sampled_from([1, 2, 4, 8, 16, 32]),
@@ -172,6 +189,85 @@ def test_books_of_any_reading_close(lengths, world_size, remainder, data):
     assert account.unread + account.dropped == sum(lengths) - len(real)
     assert account.padded == len({found for found in ids if found not in real})
     assert account.explained
+
+
+# --- loaders whose workers are their streams ------------------------------------------------------------------------
+
+
+@st.composite
+def readings(draw):
+    """Streams of some lengths, what their producers commit, and ranks that pass over them in some way."""
+    shapes = draw(SHAPES)
+    units, world_size = draw(st.integers(1, 60)), draw(st.sampled_from([1, 2, 4, 8, 16, 32]))
+    remainder = draw(st.sampled_from(["pad", "drop"]))
+    plan = merged_plan(units, len(shapes[0]))
+    records = list(produced(plan, shapes, random.Random(draw(st.integers(0, 99)))))
+    lengths = []
+    while sum(lengths) < units:
+        lengths.append(min(sum(shapes[len(lengths) % len(shapes)]), units - sum(lengths)))
+    passes = []
+    for number in range(draw(st.integers(0, 2 * len(lengths)))):
+        epoch = number % len(lengths)
+        offset = draw(st.integers(0, lengths[epoch])) if draw(st.booleans()) else 0
+        steps = expected_steps(lengths[epoch], offset=offset, world_size=world_size, remainder=remainder)
+        upto = draw(st.integers(0, steps)) if draw(st.booleans()) else steps
+        for rank in range(world_size):
+            more = {"offset": offset, "complete": upto == steps, "replay": number >= len(lengths)}
+            passes.append(rank_pass(rank, number, epoch, upto, **more))
+    return plan, records, lengths, passes, world_size, remainder
+
+
+@settings(max_examples=150, deadline=None)
+@given(readings())
+def test_books_of_merged_streams_are_those_of_a_plain_enumeration(reading):
+    plan, records, lengths, passes, world_size, remainder = reading
+    random.Random(1).shuffle(records)
+    account = account_loader(
+        plan, records=records, passes=passes, world_size=world_size, remainder=remainder, delivered=plan.units
+    )
+    taken = [(one.epoch, one.offset + step * world_size + one.rank) for one in passes for step in range(one.num_steps)]
+    real = {(epoch, index) for epoch, index in taken if index < lengths[epoch]}
+    dropped = 0
+    for epoch, length in enumerate(lengths):
+        left = length - min((one.offset for one in passes if one.epoch == epoch), default=0)
+        unread = length - len([one for one in real if one[0] == epoch])
+        dropped += min(left % world_size, unread) if remainder == "drop" else 0
+    assert (account.asked, account.extracted, account.committed) == (plan.units, plan.units, plan.units)
+    assert account.consumed == len(taken)
+    assert account.padded == len({one for one in taken if one not in real})
+    assert account.replayed == len(taken) - len(set(taken))
+    assert account.dropped == dropped
+    assert account.unread == plan.units - len(real) - dropped
+    assert closes(account)
+    assert account.explained, account.notes
+    told = [
+        (one["epoch"], one["offset"] + step * world_size + int(rank))
+        for rank, own in account.per_rank.items()
+        for one in own["passes"]
+        for step in range(one["steps"])
+    ]
+    assert sorted(told) == sorted(taken)
+    assert sum(own["consumed"] for own in account.per_rank.values()) == len(taken)
+
+
+def test_a_cut_last_epoch_of_streams_is_whole_once_the_units_are_there():
+    plan = merged_plan(7, 3)  # 3 streams that would go on: nobody tells an end
+    there = [
+        stream_record(0, 0, 0, start=0, stop=3),
+        stream_record(0, 1, 0, start=0, stop=2),
+        stream_record(0, 2, 0, start=0, stop=2),
+    ]
+    passes = [rank_pass(rank, 0, 0, 3) for rank in range(2)]
+
+    def account_of(records):
+        return account_loader(plan, records=records, passes=passes, world_size=2, remainder="drop", delivered=7)
+
+    whole = account_of(there)
+    assert (whole.extracted, whole.dropped, whole.unread) == (7, 1, 0)
+    assert whole.explained
+    part = account_of(there[:2])
+    assert (part.extracted, part.dropped) == (5, 0)
+    assert "asked for 7 units, the ledger holds 5" in part.notes[0]
 
 
 @pytest.mark.parametrize(("remainder", "steps"), [("pad", 3), ("drop", 2)])
