@@ -1,0 +1,114 @@
+"""Data that is lost or wrong after it was committed: fetched again, then prepared again, and never noticed by ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from taas.errors import DeliveryError
+from taas_tasks.prep import repair_program
+from tests.faults.conftest import MakeScene
+from tests.faults.scene import KEYS, Scene
+from tests.prep import oracle
+from tests.support.faulty_proxy import CutBody, FlipByte
+
+pytestmark = pytest.mark.store
+
+
+def test_vanished_objects_and_records_are_prepared_again_and_the_ranks_get_all(scene: Scene) -> None:
+    scene.prepare()
+    wanted, records = scene.committed(), scene.records()
+    shards, ledger = scene.objects(f"{KEYS.root}shards/"), scene.objects(KEYS.ledger("data"))
+    lost_object, lost_record = records[2], records[-1]
+    assert lost_record.last_of_epoch and lost_record.num_padding > 0
+    scene.near.delete(lost_object.key)
+    scene.near.delete(scene.record_key(lost_record))
+    with scene.feeding() as host:
+        oracle.assert_same_stream(scene.delivered(host), wanted)
+    oracle.assert_same_stream(scene.committed(), wanted)
+    assert scene.objects(f"{KEYS.root}shards/").items() >= shards.items()
+    assert [one.content_digest for one in scene.records()] == [one.content_digest for one in records]
+    changed = {key for key, data in scene.objects(KEYS.ledger("data")).items() if ledger[key] != data}
+    assert changed == {scene.record_key(lost_record)}  # the ledger's other records are as they were
+    first, second = scene.repairs()
+    assert f"segment {lost_object.n} of epoch 0 of loader 'data' was lost (no object has the key" in first
+    assert f"segment {lost_record.n} of epoch 1" in second and "its record is gone from the ledger" in second
+    assert "host host-0 prepared it again in" in second
+    assert not scene.repair_folder.exists()
+
+
+def test_a_byte_that_is_wrong_at_rest_is_mended_in_the_store(scene: Scene) -> None:
+    scene.prepare()
+    wanted, record = scene.committed(), scene.records()[1]
+    whole = scene.near.get(record.key)
+    at = record.lanes[5].offset + record.lanes[5].length - 1
+    scene.near.put(record.key, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with scene.feeding() as host:
+        oracle.assert_same_stream(scene.delivered(host), wanted)
+    assert scene.near.get(record.key) == whole
+    (note,) = scene.repairs()
+    assert "lane " in note and "has checksum" in note
+
+
+def test_bytes_that_are_wrong_or_cut_in_transit_are_fetched_again_and_nothing_is_prepared(scene: Scene) -> None:
+    scene.prepare()
+    wanted = scene.committed()
+    rules = [
+        scene.proxy.add(FlipByte(300), method="GET", key="shards/", times=2),
+        scene.proxy.add(CutBody(1000), method="GET", key="shards/", times=3),
+    ]
+    with scene.feeding() as host:
+        oracle.assert_same_stream(scene.delivered(host), wanted)
+    assert [rule.met for rule in rules] == [2, 3]
+    assert scene.repairs() == []
+
+
+DRIFTING = """
+import os, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Drifting(Dataset):
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        return {"at": index, "x": torch.frombuffer(bytearray(os.urandom(64)), dtype=torch.uint8)}
+
+def make_loader():
+    return DataLoader(Drifting(), batch_size=None)
+"""
+
+
+def test_a_lost_segment_of_a_loader_that_is_not_deterministic_is_told_with_the_way_out(make_scene: MakeScene) -> None:
+    scene = make_scene(source=DRIFTING, units=48)
+    scene.prepare()
+    record = scene.records()[1]
+    scene.near.delete(record.key)
+    with scene.feeding() as host, pytest.raises(DeliveryError) as caught:
+        list(host.loader(0))
+    assert "segment 1 of epoch 0 of loader 'data' (elements 4 to 11) was lost, and prepared again on host-0 it has" in (
+        caught.value.message
+    )
+    assert "not deterministic" in caught.value.message and "start the run anew" in caught.value.message
+    assert scene.near.head(record.key) is None  # nothing takes the place of what hosts have read
+
+
+def test_a_segment_that_two_hosts_prepare_again_has_one_record(scene: Scene) -> None:
+    scene.prepare()
+    record = scene.records()[0]
+    scene.near.delete(scene.record_key(record))
+    scene.near.delete(record.key)
+    given = scene.repair_input(record)
+    folder = scene.folder / "project"
+    first = repair_program.run(given, scene.near, folder)
+    second = repair_program.run(given.model_copy(update={"machine": 2}), scene.near, folder)
+    assert first == second
+    assert scene.records()[0].machine == 1
+    assert list(scene.objects(f"{KEYS.root}shards/data/000000/0000/00000000")) == [first["key"]]
+
+
+def test_a_garbage_record_ends_the_training_with_a_sentence(scene: Scene) -> None:
+    scene.prepare()
+    key = scene.record_key(scene.records()[1])
+    scene.near.put(key, b"garbage")
+    with scene.feeding() as host, pytest.raises(DeliveryError, match="data") as caught:
+        list(host.loader(0))
+    assert key in caught.value.message
