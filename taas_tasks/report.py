@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from taas.errors import ObjectMissing
+from taas.errors import ObjectCorrupt, ObjectMissing
 from taas.flavors import Flavor
 from taas.report_text import report_text
 from taas_tasks.accounting import account_loader
 from taas_tasks.layout import RunKeys
+from taas_tasks.ledger import read_record
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import (
     ArtifactRecord,
@@ -37,6 +38,7 @@ from taas_tasks.values import (
 _V = TypeVar("_V", bound=Value)
 _READ_THREADS = 16
 _MAX_METRICS = 2000
+_MAX_FAULTS = 10
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class RunFacts:
     jobs: list[JobRecord] = field(default_factory=list)
     tasks: list[TaskTime] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what of the run cannot be read
 
 
 def _read(store: ObjectStore, key: str, kind: type[_V]) -> _V | None:
@@ -67,6 +70,24 @@ def _read_all(store: ObjectStore, prefix: str, kind: type[_V]) -> list[_V]:
     keys = [info.key for info in store.list(prefix)]
     with ThreadPoolExecutor(_READ_THREADS) as pool:
         return list(pool.map(lambda key: kind.model_validate_json(store.get(key)), keys))
+
+
+def _read_ledger(store: ObjectStore, keys: RunKeys, loader: str) -> tuple[list[ShardRecord], list[str]]:
+    """Return a loader's records, without the lanes that no account needs, and what is wrong with the others."""
+
+    def read(key: str) -> ShardRecord | str:
+        try:
+            return read_record(store.get(key), key).model_copy(update={"lanes": []})
+        except ObjectCorrupt as error:
+            return error.message
+
+    listed = [info.key for info in store.list(keys.ledger(loader))]
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
+        found = list(pool.map(read, listed))
+    faults = [one for one in found if isinstance(one, str)]
+    more = [f"{len(faults) - _MAX_FAULTS} more records of loader {loader!r} are like that"]
+    told = faults if len(faults) <= _MAX_FAULTS else faults[:_MAX_FAULTS] + more
+    return [one for one in found if isinstance(one, ShardRecord)], told
 
 
 def _read_launch(store: ObjectStore, keys: RunKeys, jobs: Iterable[JobRecord]) -> LaunchResult | None:
@@ -105,18 +126,20 @@ def collect(store: ObjectStore, run: str, *, run_id: str, tasks: Iterable[TaskTi
     plan = _read(store, keys.plan, Plan)
     jobs = _read_all(store, keys.jobs, JobRecord)
     launch = _read_launch(store, keys, jobs)
+    ledgers = {name: _read_ledger(store, keys, name) for name in (plan.loaders if plan else {})}
     return RunFacts(
         run=run,
         run_id=run_id,
         pinned=_read(store, keys.request, PinnedRequest),
         plan=plan,
-        records={name: _read_all(store, keys.ledger(name), ShardRecord) for name in (plan.loaders if plan else {})},
+        records={name: records for name, (records, _) in ledgers.items()},
         gate=_read(store, keys.gate, GateDecision),
         launch=launch,
         artifacts=_read(store, keys.artifacts, ArtifactRecord),
         jobs=jobs,
         tasks=list(tasks),
         metrics=_read_metrics(store, keys, launch),
+        faults=[fault for _, faults in ledgers.values() for fault in faults],
     )
 
 
@@ -205,7 +228,7 @@ def build_report(
     phases = [_phase(name, facts, flavors) for name in _PHASES]
     cost = {phase.name: phase.cost_units for phase in phases if phase.cost_units}
     accounts = _accounts(facts)
-    warnings = list(facts.plan.warnings) if facts.plan else []
+    warnings = [*(facts.plan.warnings if facts.plan else []), *facts.faults]
     if not failed:
         warnings += [
             f"{name}: the accounting does not close: {'; '.join(account.notes)}"

@@ -139,6 +139,26 @@ def test_books_that_do_not_close_become_a_warning_of_a_success():
     assert any("asked for 16 units, the ledger holds 8" in one for one in warnings)
 
 
+def test_a_garbage_record_is_a_warning_that_says_the_way_out_and_the_report_is_written():
+    store = store_of_a_run()
+    key = KEYS.ledger_record("data_loader", 0, 0, 1)
+    store.put(key, b"not a record")
+    report = report_of(store)
+    [warning] = [one for one in report.warnings if key in one]
+    assert "Remove that object, then clear prepare and train" in warning
+    assert report.loaders["data_loader"].extracted == 16
+    assert key in as_text(report)
+
+
+def test_very_many_garbage_records_are_told_by_their_number():
+    store = store_of_a_run()
+    for n in range(1, 31):
+        store.put(KEYS.ledger_record("data_loader", 0, 0, n), b"{}")
+    warnings = [one for one in report_of(store).warnings if "record" in one]
+    assert len(warnings) == 11
+    assert warnings[-1] == "20 more records of loader 'data_loader' are like that"
+
+
 def test_a_failed_run_that_wrote_nothing_has_a_report_with_its_verdict():
     report = report_of(MemoryStore(), failed_tasks=["validate"], verdict="unknown flavor")
     assert (report.state, report.verdict, report.loaders) == ("failed", "unknown flavor", {})

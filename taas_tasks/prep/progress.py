@@ -7,9 +7,10 @@ from collections import deque
 
 from taas.errors import ObjectMissing
 from taas_tasks.layout import RunKeys
+from taas_tasks.ledger import read_record
 from taas_tasks.plan import segments_in_order
 from taas_tasks.store.base import ObjectStore
-from taas_tasks.values import LoaderPlan, ShardRecord
+from taas_tasks.values import LoaderPlan
 
 SegmentId = tuple[int, int]
 _LOOKED_AHEAD = 256
@@ -67,11 +68,11 @@ class Progress:
 
     def machine_of(self, segment: SegmentId) -> int | None:
         """Return the machine whose result of a segment counts; None while there is none."""
+        key = self._keys.ledger_record(self._loader, segment[0], 0, segment[1])
         try:
-            data = self._store.get(self._keys.ledger_record(self._loader, segment[0], 0, segment[1]))
+            return read_record(self._store.get(key), key).machine
         except ObjectMissing:
             return None
-        return ShardRecord.model_validate_json(data).machine
 
     def note(self, segment: SegmentId) -> None:
         """Take in that a segment is committed, without a request."""

@@ -19,6 +19,7 @@ import torch
 from taas.errors import DeliveryError, ObjectMissing
 from taas_tasks.launch.processes import die_with_parent
 from taas_tasks.layout import RunKeys
+from taas_tasks.ledger import read_record
 from taas_tasks.plan import epochs_of_plan
 from taas_tasks.prep.commit import Producer, Segment, Times, commit, put_object, record_of
 from taas_tasks.prep.elements import Failure, Task, loader_of_tasks, owned
@@ -74,7 +75,7 @@ def run(given: RepairInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
 def _record(given: RepairInput, store: ObjectStore) -> ShardRecord | None:
     key = RunKeys(given.run).ledger_record(given.loader_plan.loader, given.epoch, given.stream, given.n)
     try:
-        return ShardRecord.model_validate_json(store.get(key))
+        return read_record(store.get(key), key)
     except ObjectMissing:
         return None
 
