@@ -33,12 +33,13 @@ class PrepareInput(ProgramInput):
 
 def run(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
     """Prepare this machine's share; return what was committed. ``folder`` becomes the project's folder."""
-    result = _prepare(given, store, folder)
+    result = prepare_share(given, store, folder)
     store.put(RunKeys(given.run).prepared(given.loader, given.machine), b"")
     return result
 
 
-def _prepare(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
+def prepare_share(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
+    """The same without saying that it is done."""
     plan = Plan.model_validate_json(store.get(given.plan))
     loader_plan = plan.loaders[given.loader]
     producer = Producer(given.run, given.loader, given.machine, given.host, given.generation)
