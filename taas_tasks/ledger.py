@@ -165,6 +165,9 @@ class Prefix(Protocol):
             ValueError: it is not awaited, or starts elsewhere than its predecessor ended.
         """
 
+    def pass_over(self, record: ShardRecord) -> None:
+        """Take in that all that comes before ``record`` in its stream of this epoch is committed."""
+
 
 class OneStreamPrefix:
     """What is taken of the ledger of a loader that is one stream."""
@@ -200,6 +203,13 @@ class OneStreamPrefix:
     def take(self, record: ShardRecord) -> None:
         """Take in the record at the frontier; see ``after``."""
         self.frontier = after(self.frontier, record)
+
+    def pass_over(self, record: ShardRecord) -> None:
+        """Take in that all of the frontier's epoch that comes before ``record`` is committed."""
+        passed = self.frontier
+        if record.epoch == passed.epoch:
+            units, num = passed.units + record.start - passed.start, passed.num_segments + record.n - passed.n
+            self.frontier = replace(passed, n=record.n, start=record.start, units=units, num_segments=num)
 
 
 class MergedPrefix:
@@ -264,6 +274,11 @@ class MergedPrefix:
         self.merged.add(epoch, stream, record.n, start=record.start, stop=record.stop, is_last=record.last_of_epoch)
         self._num_segments += 1
         self._enter_next(stream)
+
+    def pass_over(self, record: ShardRecord) -> None:
+        """Take in that all of the stream's epoch that comes before ``record`` is committed."""
+        self._num_segments += record.n - self.merged.next_segment(record.epoch, record.stream)[0]
+        self.merged.pass_over(record.epoch, record.stream, upto=record.n, position=record.start)
 
     def _enter_next(self, stream: int) -> None:
         while self.merged.has_ended(self._places[stream], stream) and self._is_within(self._places[stream] + 1):

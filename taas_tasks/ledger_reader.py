@@ -69,10 +69,11 @@ class LedgerReader:
         """The next segment of every stream that is certain to have one, by ``(epoch, stream, n)``."""
         return self._prefix.awaited()
 
-    def poll(self) -> list[ShardRecord]:
+    def poll(self, *, enough: int | None = None) -> list[ShardRecord]:
         """Return the records gained since the last poll: of every stream those without a gap, in their order.
 
-        What was gained before an error is returned by the next poll.
+        With ``enough`` it may return once it has gained so many, though there are more: for who works on them
+        meanwhile. What was gained before an error is returned by the next poll.
 
         Raises:
             ObjectCorrupt: An object of the ledger is not what was committed.
@@ -82,12 +83,51 @@ class LedgerReader:
         at_once: defaultdict[int, int] = defaultdict(lambda: 1)
         self._advance()
         while awaited := [segment for segment in self._prefix.awaited() if segment not in missed]:
+            if enough is not None and len(self._gained) >= enough:
+                break
             further = [one for segment in awaited for one in self._prefix.following(segment, at_once[segment[1]])]
             missed |= self._look([one for one in dict.fromkeys(awaited + further) if one not in missed])
             self._advance()
             at_once.update({stream: min(_MAX_AT_ONCE, 2 * at_once[stream]) for _, stream, _ in awaited})
         gained, self._gained = self._gained, []
         return gained
+
+    def catch_up(self) -> list[ShardRecord]:
+        """Take in what is there by a listing, before the first poll: for who needs sums, and not every record.
+
+        Reads one record of each epoch and stream, its last one without a gap, and returns those; polls give what comes
+        after them.
+
+        Raises:
+            ObjectCorrupt: One of these records is not what was committed.
+            StoreError: The store does not answer.
+        """
+        found: dict[SegmentId, ShardRecord] = {}
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ledger") as pool:
+            for record in pool.map(self._ask, self._last_listed()):
+                if record is not None:
+                    found[record.epoch, record.stream, 0] = record
+        taken = []
+        while ready := [found.pop(one) for one in self._prefix.awaited() if one in found]:
+            for record in ready:
+                self._prefix.pass_over(record)
+                self._ahead[record.epoch, record.stream, record.n] = record
+            self._advance()
+            taken += ready
+        self._gained.clear()
+        return taken
+
+    def _last_listed(self) -> list[SegmentId]:
+        """Return of every epoch and stream the last segment before the first hole."""
+        found: dict[tuple[int, int], int] = {}
+        prefix = self._keys.ledger(self._plan.loader)
+        for info in self._store.list(prefix):
+            parts = info.key.removeprefix(prefix).removesuffix(".json").split("/")
+            if len(parts) == 3 and all(part.isdecimal() for part in parts):
+                epoch, stream, n = map(int, parts)
+                if n == found.get((epoch, stream), -1) + 1:
+                    found[epoch, stream] = n
+        return [(epoch, stream, n) for (epoch, stream), n in found.items()]
 
     def look_ahead(self, count: int, *, stream: int = 0) -> list[tuple[int, int]]:
         """Ask for the next ``count`` records of a stream; return the segments ``(epoch, n)`` that are still missing."""

@@ -173,6 +173,11 @@ class MergedProgress:
             state.lengths[stream] = stop
             state.merge = Merge(self.num_streams, state.lengths)
 
+    def pass_over(self, epoch: int, stream: int, *, upto: int, position: int) -> None:
+        """Take in that the segments of a stream before ``upto``, the positions before ``position``, are committed."""
+        state = self._state(epoch)
+        state.next_n[stream], state.progress[stream] = upto, position
+
     def merge(self, epoch: int) -> Merge:
         """Return the order of an epoch, as far as it is known."""
         return self._state(epoch).merge

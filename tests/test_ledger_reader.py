@@ -208,6 +208,81 @@ def test_more_streams_than_an_epoch_has_elements_leave_some_without_any() -> Non
     assert store.missed == 0
 
 
+def test_a_poll_for_enough_records_leaves_the_rest_to_the_next() -> None:
+    store, plan = CountingStore(), loader_plan(1000)
+    for one in records(plan):
+        put(store, one)
+    reader = reader_of(store, plan)
+    gained = reader.poll(enough=10)
+    assert 10 <= len(gained) < 20
+    while more := reader.poll(enough=10):
+        assert len(more) < 10 + 32
+        gained += more
+    assert gained == records(plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=SHAPES, units=st.integers(1, 60), seed=st.integers(0, 1000), data=st.data())
+def test_catching_up_by_a_listing_comes_to_what_reading_every_record_comes_to(
+    shapes: list[list[int]], units: int, seed: int, data: st.DataObject
+) -> None:
+    plan = merged_plan(units, len(shapes[0]))
+    every = list(produced(plan, shapes, random.Random(seed)))
+    early = [one for one in every if data.draw(st.integers(0, 4))]
+    store = CountingStore()
+    for one in early:
+        put(store, one)
+    reader, reading = reader_of(store, plan), reader_of(store, plan)
+    store.asked.clear()
+    read = reader.catch_up()
+    assert len(store.asked) <= len({(one.epoch, one.stream) for one in early})
+    assert {segment(one) for one in read} <= {segment(one) for one in early}
+    reading.poll()
+    assert reader.poll() == []
+    assert reader.watermark == reading.watermark
+    for one in every:
+        put(store, one)
+    assert sorted(map(segment, reader.poll())) == sorted(map(segment, reading.poll()))
+    assert reader.watermark == reading.watermark
+    assert reader.is_complete
+
+
+@given(units=st.integers(1, 300), epoch_length=st.sampled_from([20, 100]), missing=st.sets(st.integers(0, 40)))
+@settings(deadline=None)
+def test_catching_up_with_one_stream_stops_at_its_first_hole(units: int, epoch_length: int, missing: set[int]) -> None:
+    store, plan = CountingStore(), loader_plan(units, epoch_length)
+    for place, one in enumerate(records(plan)):
+        if place not in missing:
+            put(store, one)
+    reader, reading = reader_of(store, plan), reader_of(store, plan)
+    reader.catch_up()
+    reading.poll()
+    assert reader.frontier == reading.frontier
+
+
+def test_catching_up_with_a_long_ledger_costs_a_listing_and_one_record() -> None:
+    store, plan = CountingStore(), loader_plan(20_000, 20_000)
+    for one in records(plan):
+        put(store, one)
+    reader = reader_of(store, plan)
+    [last] = reader.catch_up()
+    assert last == records(plan)[-1]
+    assert len(store.asked) == 1
+    assert reader.watermark.complete
+    assert reader.poll() == []
+
+
+def test_objects_in_the_ledger_that_are_no_records_are_passed_over_by_a_listing() -> None:
+    store, plan = MemoryStore(), loader_plan(30, 30)
+    for one in records(plan):
+        put(store, one)
+    store.put(KEYS.ledger("data") + "notes.txt", b"hello")
+    store.put(KEYS.ledger("data") + "000000/0000/old.json", b"{}")
+    reader = reader_of(store, plan)
+    reader.catch_up()
+    assert reader.is_complete
+
+
 def test_a_merged_loader_has_no_single_frontier() -> None:
     with pytest.raises(ValueError, match="has 2 streams"):
         _ = reader_of(MemoryStore(), merged_plan(9, 2)).frontier
