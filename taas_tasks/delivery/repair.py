@@ -30,6 +30,7 @@ from taas_tasks.values import LaunchPlan, LoaderPlan, StoreConfig, Value
 
 _log = logging.getLogger(__name__)
 _MAX_TRIES = 3
+_FIRST_GENERATION = 1000
 _LEAST_S = 600.0
 _SLOWER = 10.0  # than when it was measured: the ranks' own work goes on beside it
 _RECORD_PATIENCE_S = 30.0
@@ -170,24 +171,22 @@ class Repairs:
 
     def _input(self, lost: LostSegment) -> dict[str, Any]:
         plan = self._plan
-        loader = plan.loaders[lost.loader]
         return {
             "store": self._store.model_dump(mode="json"),
             "run": plan.run,
             "run_id": plan.run_id,
             "project": plan.project,
             "snapshot": plan.snapshot,
-            "generation": plan.generation,
+            # No try of a preparation, and no other host, has this one.
+            "generation": _FIRST_GENERATION * (self._node_rank + 1) + plan.generation,
             "host": self._host,
             "host_root": "",
-            "loader_plan": loader.model_dump(mode="json"),
-            "seed": plan.seed,
-            "randomness": plan.randomness,
+            "plan": RunKeys(plan.run).plan,
+            "loader": lost.loader,
             "allow_pickle": plan.allow_pickle,
             "epoch": lost.epoch,
             "stream": lost.stream,
             "n": lost.n,
-            "machine": loader.machines + self._node_rank,  # no machine of prep, and no other host, writes its keys
         }
 
     def _ended(self, path: Path, timeout_s: float) -> str:

@@ -1,54 +1,43 @@
 """Preparing one committed segment again, on the host that lacks it: ``python -m taas_tasks.prep.repair_program INPUT``.
 
-The feeder starts it when a segment's object, or its ledger record, is gone or wrong. The elements are made by the same
-code as in the first place. A record that is there is kept, as hosts have read it: what is made must have its checksums,
-and takes the place of its object. A segment without a record is committed as usual.
+The feeder starts it when a segment's object, or its ledger record, is gone or wrong. The segment's owner prepares its
+share again in this process, seen against a store in which this one segment is not committed yet: so the elements are
+made by the very code that made them first, whatever kind of loader it is, and what is committed besides is passed over.
+What the owner would write for the segment is caught. A record that is there is kept, as hosts have read it: what is
+made must have its checksums, and takes the place of its object. Without a record it is committed as usual.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import sys
-import time
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
-import torch
-
-from taas.errors import DeliveryError, ObjectMissing
+from taas.errors import DeliveryError, ObjectMissing, PrepareError
 from taas_tasks.launch.processes import die_with_parent
 from taas_tasks.layout import RunKeys
 from taas_tasks.ledger import read_record
-from taas_tasks.plan import epochs_of_plan
-from taas_tasks.prep.commit import Producer, Segment, Times, commit, put_object, record_of
-from taas_tasks.prep.elements import Failure, Task, loader_of_tasks, owned
-from taas_tasks.prep.failures import raised_at
-from taas_tasks.prep.opening import open_loader
-from taas_tasks.prep.order import Order
-from taas_tasks.prep.pipeline import LoadedSegment
-from taas_tasks.prep.prepare_program import order_of
+from taas_tasks.plan import owner_of, stream_owner
+from taas_tasks.prep.commit import commit
+from taas_tasks.prep.prepare_program import PrepareInput, prepare_share
 from taas_tasks.prep.program import ProgramInput, leave, run_program
-from taas_tasks.prep.work import segment_at
-from taas_tasks.project import materialise
-from taas_tasks.shards.writer import EncodedShard, encode_segment
-from taas_tasks.store.base import ObjectStore
-from taas_tasks.values import LoaderPlan, ShardRecord
-
-_log = logging.getLogger(__name__)
+from taas_tasks.store.base import ObjectInfo, ObjectStore
+from taas_tasks.values import LoaderPlan, Plan, ShardRecord
 
 
 class RepairInput(ProgramInput):
-    """Which segment to prepare again. ``machine``: under which number one without a record is committed."""
+    """Which segment to prepare again. ``generation`` is that of no other try: it is in the keys of what is made."""
 
-    loader_plan: LoaderPlan
-    seed: int
-    randomness: Literal["element", "exact"]
-    allow_pickle: bool
+    plan: str
+    loader: str
+    allow_pickle: bool = False
     epoch: int
     stream: int
     n: int
-    machine: int
 
 
 def run(given: RepairInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
@@ -58,70 +47,119 @@ def run(given: RepairInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
         DeliveryError: what is made now is not what was committed.
         PrepareError: the elements cannot be made.
     """
-    materialise(store, given.project, given.snapshot, folder)
-    torch.set_num_threads(1)  # the ranks of this host have the other cores
-    record = _record(given, store)
-    loaded = _made_again(given, store, folder)
-    began = time.perf_counter()
-    shard = encode_segment(_indexed(given, loaded), allow_pickle=given.allow_pickle)
+    plan = Plan.model_validate_json(store.get(given.plan)).loaders[given.loader]
+    record_key = RunKeys(given.run).ledger_record(given.loader, given.epoch, given.stream, given.n)
+    record = _record_at(record_key, store)
+    made = _made_again(given, plan, store, folder)
+    key = made.record.key if record is None else record.key
+    if record is not None:
+        _refuse_difference(given, record, made.record)
+    store.put(key, made.shard)
     if record is None:
-        times = Times(loaded.started_at, loaded.load_s, time.perf_counter() - began)
-        return {"key": _commit(given, store, loaded.segment, shard, times).key}
-    _refuse_difference(given, record, shard)
-    store.put(record.key, b"".join(shard.parts))
-    return {"key": record.key}
+        key = commit(store, made.record, run=given.run).record.key
+    return {"key": key}
 
 
-def _record(given: RepairInput, store: ObjectStore) -> ShardRecord | None:
-    key = RunKeys(given.run).ledger_record(given.loader_plan.loader, given.epoch, given.stream, given.n)
+def _record_at(key: str, store: ObjectStore) -> ShardRecord | None:
     try:
         return read_record(store.get(key), key)
     except ObjectMissing:
         return None
 
 
-def _producer(given: RepairInput) -> Producer:
-    return Producer(given.run, given.loader_plan.loader, given.machine, given.host, given.generation)
+# --- the owner's work, seen against a store without the segment ------------------------------------------------------
 
 
-def _made_again(given: RepairInput, store: ObjectStore, folder: Path) -> LoadedSegment:
-    plan = given.loader_plan
-    loader = open_loader(plan, folder, store)
-    segment = segment_at(plan, epochs_of_plan(plan), (given.epoch, given.n))
-    order = order_of(loader, plan, store=store, run=given.run, seed=given.seed)
-    started_at, began = time.time(), time.perf_counter()
-    elements = []
-    for element in loader_of_tasks(loader, list(_tasks(order, segment)), seed=given.seed):
-        if isinstance(element, Failure):
-            raise raised_at(element, _producer(given))
-        elements.append(owned(element, always=loader.num_workers == 0))
-    return LoadedSegment(segment, elements, started_at, time.perf_counter() - began)
+@dataclass(frozen=True)
+class _Made:
+    """What a producer wrote for the segment."""
+
+    shard: bytes
+    record: ShardRecord
 
 
-def _tasks(order: Order, segment: Segment) -> Iterator[Task]:
-    for index, row in enumerate(order.rows(segment.epoch, segment.start, segment.stop), segment.start):
-        yield Task(segment.epoch, index, row)
-    for index in segment.padding:
-        yield Task(segment.epoch, index, order.rows(segment.epoch, index, index + 1)[0])
+class _Caught(BaseException):
+    """Ends the producer, past whoever handles errors: the segment is made."""
 
 
-def _indexed(given: RepairInput, loaded: LoadedSegment) -> Iterator[tuple[int, Any]]:
-    return enumerate(loaded.elements, loaded.segment.start)
+class _StoreWithout:
+    """A store in which one segment is not committed; what is written for it is caught, then every call ends the caller.
+
+    Everything else is the real store's: segments that were not committed either may be committed on the way.
+    """
+
+    def __init__(self, store: ObjectStore, *, record_key: str, shard_key: str) -> None:
+        self._store, self._record_key, self._shard_key = store, record_key, shard_key
+        self._lock = threading.Lock()
+        self._shard: bytes | None = None
+        self.made: _Made | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        self._leave_when_made()
+        return getattr(self._store, name)
+
+    def _leave_when_made(self) -> None:
+        if self.made is not None:
+            raise _Caught
+
+    def get(self, key: str) -> bytes:
+        self._leave_when_made()
+        if key == self._record_key:
+            raise ObjectMissing(f"no object has the key {key!r}", key=key)
+        return self._store.get(key)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        self._leave_when_made()
+        return None if key == self._record_key else self._store.head(key)
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        self._leave_when_made()
+        return (one for one in self._store.list(prefix, start_after=start_after) if one.key != self._record_key)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._leave_when_made()
+        if key == self._shard_key:
+            self._shard = bytes(data)
+        else:
+            self._store.put(key, data)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self._leave_when_made()
+        if key != self._record_key:
+            return self._store.put_if_absent(key, data)
+        with self._lock:
+            assert self._shard is not None, "a record is put after its object"
+            self.made = _Made(self._shard, read_record(data, key))
+        raise _Caught
 
 
-def _commit(given: RepairInput, store: ObjectStore, segment: Segment, shard: EncodedShard, times: Times) -> ShardRecord:
-    producer = _producer(given)
-    began = time.perf_counter()
-    key = put_object(store, producer, segment, shard)
-    upload_s = time.perf_counter() - began
-    record = record_of(producer, segment, shard, key=key, times=times, upload_s=upload_s, committed_at=time.time())
-    return commit(store, record, run=given.run).record
+def _made_again(given: RepairInput, plan: LoaderPlan, store: ObjectStore, folder: Path) -> _Made:
+    keys, machine = RunKeys(given.run), _owner(given, plan)
+    place = (given.loader, given.epoch, given.stream, given.n)
+    view = _StoreWithout(
+        store,
+        record_key=keys.ledger_record(*place),
+        shard_key=keys.shard(*place, generation=given.generation, machine=machine),
+    )
+    share = PrepareInput.model_validate({**given.model_dump(), "machine": machine})
+    with contextlib.suppress(_Caught):
+        prepare_share(share, cast(ObjectStore, view), folder)
+    if view.made is None:
+        raise PrepareError(
+            f"loader {given.loader!r} has no segment {given.n} of epoch {given.epoch} any more: it yields less than it"
+            " did; start the run anew"
+        )
+    return view.made
 
 
-def _refuse_difference(given: RepairInput, record: ShardRecord, shard: EncodedShard) -> None:
-    made = (shard.num_bytes, shard.schema_length, shard.schema_crc32, shard.content_digest, shard.lanes)
-    wanted = (record.num_bytes, record.schema_length, record.schema_crc32, record.content_digest, record.lanes)
-    if made != wanted:
+def _owner(given: RepairInput, plan: LoaderPlan) -> int:
+    if plan.inspection.read_by == "index":
+        return owner_of(given.epoch, given.n, machines=plan.machines)
+    return stream_owner(given.stream, machines=plan.machines)
+
+
+def _refuse_difference(given: RepairInput, record: ShardRecord, made: ShardRecord) -> None:
+    if _content(made) != _content(record):
         raise DeliveryError(
             f"segment {record.n} of epoch {record.epoch} of loader '{record.loader}' (elements {record.start} to"
             f" {record.stop - 1}) was lost, and prepared again on {given.host} it has other values than {record.host}"
@@ -132,6 +170,11 @@ def _refuse_difference(given: RepairInput, record: ShardRecord, shard: EncodedSh
             n=record.n,
             host=given.host,
         )
+
+
+def _content(record: ShardRecord) -> tuple[Any, ...]:
+    bounds = (record.start, record.stop, record.num_padding)
+    return (*bounds, record.num_bytes, record.schema_length, record.schema_crc32, record.content_digest, record.lanes)
 
 
 def main(argv: list[str]) -> int:

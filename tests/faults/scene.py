@@ -145,18 +145,15 @@ class Scene:
         folder.mkdir(exist_ok=True)
         return prepare_program.run(given, open_store(given.store), folder)
 
-    def repair_input(self, record: ShardRecord) -> RepairInput:
+    def repair_input(self, record: ShardRecord, *, generation: int) -> RepairInput:
         return RepairInput.model_validate(
             {
-                **self.common(),
-                "loader_plan": self.loader_plan.model_dump(mode="json"),
-                "seed": 7,
-                "randomness": "element",
-                "allow_pickle": False,
+                **self.common(generation=generation),
+                "plan": KEYS.plan,
+                "loader": "data",
                 "epoch": record.epoch,
                 "stream": record.stream,
                 "n": record.n,
-                "machine": 1,
             }
         )
 

@@ -96,12 +96,13 @@ def test_a_segment_that_two_hosts_prepare_again_has_one_record(scene: Scene) -> 
     record = scene.records()[0]
     scene.near.delete(scene.record_key(record))
     scene.near.delete(record.key)
-    given = scene.repair_input(record)
     folder = scene.folder / "project"
-    first = repair_program.run(given, scene.near, folder)
-    second = repair_program.run(given.model_copy(update={"machine": 2}), scene.near, folder)
+    first, second = (
+        repair_program.run(scene.repair_input(record, generation=generation), scene.near, folder)
+        for generation in (1001, 2001)
+    )
     assert first == second
-    assert scene.records()[0].machine == 1
+    assert scene.records()[0].generation == 1001
     assert list(scene.objects(f"{KEYS.root}shards/data/000000/0000/00000000")) == [first["key"]]
 
 
