@@ -327,12 +327,13 @@ def first_units(plan: LoaderPlan) -> int:
     return min(plan.units, plan.inspection.epoch_length or plan.units, first)
 
 
-def units_per_second(records: Sequence[ShardRecord], *, machines: int) -> float | None:
-    """Return the rate at which ``machines`` commit, from the seconds that the latest records took; None without any.
+def units_per_second(records: Sequence[ShardRecord], *, producers: int) -> float | None:
+    """Return the rate at which ``producers`` commit, from the seconds that the latest records took; None without any.
 
-    A low rate is taken (the slowest quarter's border), so that what hangs on it does not wait in vain.
+    Producers are the machines, or the streams where the loader's workers are its streams. A low rate is taken (the
+    slowest quarter's border), so that what hangs on it does not wait in vain.
     """
     rates = sorted(
         (record.stop - record.start) / max(1e-6, record.committed_at - record.started_at) for record in records
     )
-    return rates[len(rates) // 4] * machines if rates else None
+    return rates[len(rates) // 4] * producers if rates else None

@@ -140,10 +140,10 @@ def test_following_segments_of_an_unknown_epoch_stay_in_it() -> None:
 def test_the_rate_is_that_of_the_slower_segments() -> None:
     plan = loader_plan(400)
     some = [record(plan, 0, n, length=999, is_last_epoch=False, seconds=1.0 + 3 * (n % 2)) for n in range(8)]
-    rate = ledger.units_per_second(some, machines=2)
+    rate = ledger.units_per_second(some, producers=2)
     assert rate is not None
     assert rate == pytest.approx(8.0)  # the quarter at the bottom ends at 4 units a second, times two machines
-    assert ledger.units_per_second([], machines=2) is None
+    assert ledger.units_per_second([], producers=2) is None
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

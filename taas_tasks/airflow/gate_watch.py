@@ -34,7 +34,12 @@ class GateWatch:
         return cls(store=store, plan=plan, start=pinned.request.start)
 
     def look(self) -> GateDecision:
-        """Return what is decided now; an open gate is written down before it is told."""
+        """Return what is decided now; an open gate is written down before it is told.
+
+        Raises:
+            ObjectCorrupt: An object of a ledger is not what was committed.
+            StoreError: The store does not answer.
+        """
         for name, loader in self.plan.loaders.items():
             self._follow(name, loader)
         decision = decide(
@@ -49,12 +54,19 @@ class GateWatch:
         return decision
 
     def _follow(self, name: str, loader: LoaderPlan) -> None:
-        reader = self._readers.setdefault(name, LedgerReader(self.store, self.plan.run, loader))
         recent = self._recent.setdefault(name, [])
-        recent += reader.poll()
+        if name not in self._readers:  # late, or again after a restart: the ledger may be long
+            reader = LedgerReader(self.store, self.plan.run, loader)
+            recent += reader.catch_up()
+            self._readers[name] = reader
+        recent += self._readers[name].poll()
         del recent[:-_RECORDS_FOR_RATE]
 
     def _rates(self) -> Mapping[str, float]:
-        loaders = self.plan.loaders
-        found = {name: units_per_second(self._recent[name], machines=one.machines) for name, one in loaders.items()}
+        found = {
+            name: units_per_second(
+                self._recent[name], producers=loader.num_streams if loader.is_merged else loader.machines
+            )
+            for name, loader in self.plan.loaders.items()
+        }
         return {name: rate for name, rate in found.items() if rate is not None}

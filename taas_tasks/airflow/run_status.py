@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,12 +16,12 @@ from airflow.models.taskinstance import TaskInstance
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from taas.errors import ObjectMissing
+from taas.errors import ObjectCorrupt, ObjectMissing
 from taas_tasks.airflow.conf_check import DAG_ID
 from taas_tasks.layout import RunKeys, run_key
 from taas_tasks.ledger_reader import LedgerReader
 from taas_tasks.store import ObjectStore
-from taas_tasks.values import Placement, Plan
+from taas_tasks.values import LoaderPlan, Placement, Plan
 
 _ORDER = ("validate", "inspect", "plan", "prepare", "gate", "train", "upload", "release", "report")
 _LOG_PIECE_BYTES = 1 << 20
@@ -79,19 +82,57 @@ def _rows(session: Session, run_id: str) -> list[TaskRow]:
     ]
 
 
-def prepared(store: ObjectStore, run: str) -> dict[str, dict[str, int]]:
-    """Return how many units of each loader are there without a gap, of how many; empty before the plan is made."""
-    try:
-        plan = Plan.model_validate_json(store.get(RunKeys(run).plan))
-    except ObjectMissing:
-        return {}
-    return {name: _progress(LedgerReader(store, run, loader)) for name, loader in plan.loaders.items()}
+class Followed:
+    """The ledgers of the runs that were asked about lately: each question costs what is new since the one before.
+
+    Safe to use from several threads. Forgets what was not asked about for longest.
+    """
+
+    def __init__(self, *, max_runs: int = 32) -> None:
+        self._max_runs = max_runs
+        self._lock = threading.Lock()
+        self._readers: OrderedDict[tuple[int, bytes], tuple[threading.Lock, dict[str, LedgerReader]]] = OrderedDict()
+
+    def prepared(self, store: ObjectStore, run: str) -> tuple[dict[str, dict[str, int]], list[str]]:
+        """Return how many units of each loader are there without a gap, of how many, and what is wrong with a ledger.
+
+        Empty before the plan is made.
+        """
+        try:
+            data = store.get(RunKeys(run).plan)
+        except ObjectMissing:
+            return {}, []
+        plan = Plan.model_validate_json(data)
+        lock, readers = self._of((id(store), hashlib.sha256(data).digest()))  # planned again: another run
+        faults = []
+        with lock:
+            for name, loader in plan.loaders.items():
+                try:
+                    _advance(readers, store, run, loader)
+                except ObjectCorrupt as error:
+                    faults.append(f"{name}: {error.message}")
+            marks = {name: reader.watermark for name, reader in readers.items()}
+        return {name: {"units": mark.units, "asked": mark.asked} for name, mark in marks.items()}, faults
+
+    def _of(self, key: tuple[int, bytes]) -> tuple[threading.Lock, dict[str, LedgerReader]]:
+        with self._lock:
+            found = self._readers.setdefault(key, (threading.Lock(), {}))
+            self._readers.move_to_end(key)
+            if len(self._readers) > self._max_runs:
+                self._readers.popitem(last=False)
+            return found
 
 
-def _progress(reader: LedgerReader) -> dict[str, int]:
-    reader.poll()
-    mark = reader.watermark
-    return {"units": mark.units, "asked": mark.asked}
+def _advance(readers: dict[str, LedgerReader], store: ObjectStore, run: str, loader: LoaderPlan) -> None:
+    if loader.loader not in readers:
+        reader = LedgerReader(store, run, loader)
+        reader.catch_up()
+        readers[loader.loader] = reader
+    readers[loader.loader].poll()
+
+
+_followed = Followed()
+"""Of this process: the API server's."""
 
 
 def run_status(session: Session, store: ObjectStore, run_id: str) -> dict[str, Any] | None:
@@ -100,12 +141,13 @@ def run_status(session: Session, store: ObjectStore, run_id: str) -> dict[str, A
     if state is None:
         return None
     rows = _rows(session, run_id)
+    prepared, faults = _followed.prepared(store, run_key(run_id))
     return {
         "run_id": run_id,
         "state": str(state),
         "phase": phase_of(rows),
-        "lines": status_lines(rows),
-        "prepared": prepared(store, run_key(run_id)),
+        "lines": status_lines(rows) + faults,
+        "prepared": prepared,
     }
 
 

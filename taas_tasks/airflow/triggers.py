@@ -13,7 +13,7 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from taas.errors import StoreUnavailable
+from taas.errors import StoreUnavailable, TaasError
 from taas_tasks.airflow.deployment import read_inventory, read_store_config
 from taas_tasks.airflow.gate_watch import GateWatch
 from taas_tasks.airflow.host_job import Wanted, owner_by_host, take_hosts
@@ -265,6 +265,9 @@ class GateTrigger(TaskTrigger):
                 decision = await asyncio.to_thread(watch.look)
             except StoreUnavailable as error:
                 self.log.warning("%s; looking again", error)
+            except TaasError as error:
+                yield TriggerEvent({"status": "failed", "reason": error.message})
+                return
             else:
                 if decision.is_open:
                     yield TriggerEvent({"status": "open", "reason": decision.reason})

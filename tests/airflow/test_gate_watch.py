@@ -21,6 +21,8 @@ from taas_tasks.values import (
     ShardRecord,
     Versions,
 )
+from tests.test_ledger import CountingStore
+from tests.test_ledger_reader import stream_record
 
 SCOPE = Scope("taas_train", "run-1", "gate", -1, "try-1")
 
@@ -103,6 +105,59 @@ def test_trigger_fires_when_the_gate_opens():
 def test_trigger_gives_up_at_once_when_prepare_failed():
     event = event_of(planned(), deadline=time.time() + 60, stopped=1)
     assert event["status"] == "failed" and "prepare" in event["reason"]
+
+
+def test_trigger_tells_the_way_out_of_a_garbage_record():
+    store = planned()
+    store.put(SCOPE.keys.ledger_record("x", 0, 0, 0), b"garbage")
+    event = event_of(store, deadline=time.time() + 60)
+    assert event["status"] == "failed" and "clear prepare and train" in event["reason"]
+
+
+def test_a_watch_that_begins_late_reads_one_record_and_then_what_is_new():
+    store, made = CountingStore(), planned(start="all")
+    for key in (SCOPE.keys.plan, SCOPE.keys.request):
+        store.put(key, made.get(key))
+    for n in range(3):
+        commit(store, n)
+    watch = GateWatch.of_run(store, SCOPE.run)
+    store.asked.clear()
+    assert watch.look().reason == "x: 75 % there, starts at 100 %, in about 1 s"
+    assert store.asked == [SCOPE.keys.ledger_record("x", 0, 0, n) for n in (2, 3)]
+    commit(store, 3)
+    assert watch.look().is_open
+
+
+def merged(store: MemoryStore) -> None:
+    """Make the planned loader one of three streams, of which machine 0 has two."""
+    plan = Plan.model_validate_json(store.get(SCOPE.keys.plan))
+    loader = plan.loaders["x"]
+    found = {"read_by": "workers", "num_streams": 3, "order": "sequential", "epoch_length": None}
+    inspection = loader.inspection.model_copy(update=found)
+    changed = loader.model_copy(update={"inspection": inspection, "machines": 2})
+    store.put(SCOPE.keys.plan, plan.model_copy(update={"loaders": {"x": changed}}).to_bytes())
+
+
+def test_gate_of_a_merged_loader_opens_when_the_merged_prefix_is_there_and_not_before():
+    store = planned(start=90)
+    merged(store)
+    watch = GateWatch.of_run(store, SCOPE.run)
+    put_stream(store, 0, 0, (0, 32))
+    put_stream(store, 0, 1, (32, 64))
+    put_stream(store, 2, 0, (0, 32))
+    assert not watch.look().is_open  # 96 elements are there, but only the first of the merged order
+    put_stream(store, 1, 0, (0, 29))
+    assert not watch.look().is_open
+    put_stream(store, 1, 1, (29, 31))
+    decision = watch.look()
+    assert decision.is_open
+    assert decision.watermarks[0].units == 31 * 3 + 1
+
+
+def put_stream(store: MemoryStore, stream: int, n: int, bounds: tuple[int, int]) -> None:
+    found = stream_record(0, stream, n, start=bounds[0], stop=bounds[1])
+    key = SCOPE.keys.ledger_record("x", 0, stream, n)
+    store.put(key, found.model_copy(update={"loader": "x"}).to_bytes())
 
 
 def test_trigger_gives_up_after_the_deadline():
