@@ -218,7 +218,7 @@ class ShardRecord(Value):
     schema_length: int
     schema_crc32: int
     lanes: list[LaneRecord]
-    content_digest: str  # sha256 over the lanes' bytes: two tries of a segment must agree
+    content_digest: str  # over the lengths and checksums of schema and lanes: two tries of a segment must agree
     machine: int
     host: str
     generation: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from taas_tasks.shards.schema import (
     option_of,
     to_json,
 )
+from taas_tasks.shards.sparse import parts_of
 from taas_tasks.shards.storage import Storage, is_fixed, num_values, storage_of
 from taas_tasks.values import LaneRecord
 
@@ -39,9 +41,10 @@ Columns: TypeAlias = list[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class EncodedShard:
-    """A segment, ready to be put: ``parts`` in order are the object.
+    """A segment, ready to be put: ``parts`` in order are the object; they are never joined here.
 
-    ``content_digest`` is the sha256 over the lanes' bytes in the file's order: equal elements give an equal digest.
+    ``content_digest`` is a sha256 over the lengths and checksums of the schema and of the lanes in the file's order:
+    equal elements give an equal digest, and to hash the bytes a second time would cost more than all else here.
     """
 
     parts: list[memoryview]
@@ -72,26 +75,72 @@ def encode_segment(elements: Iterable[tuple[int, Any]], *, allow_pickle: bool) -
 
 
 def _assemble(rows: list[list[tuple[int, Any]]], spec: Spec, pickled_paths: list[str]) -> EncodedShard:
-    schema = _schema(spec)
-    head = memoryview(schema.serialize())
-    parts, lanes, offset, digest = [head], [], len(head), hashlib.sha256()
+    stream = _Stream(_schema(spec))
+    lanes = []
     for lane in LANES_IN_FILE_ORDER:
-        part = _encode_lane(rows[lane], spec, schema)
-        crc = zlib.crc32(part)
-        digest.update(part)
-        lanes.append(LaneRecord(lane=lane, offset=offset, length=len(part), num_elements=len(rows[lane]), crc32=crc))
-        parts.append(part)
-        offset += len(part)
+        offset, (length, crc) = stream.num_bytes, stream.add(_batch(rows[lane], spec))
+        lanes.append(LaneRecord(lane=lane, offset=offset, length=length, num_elements=len(rows[lane]), crc32=crc))
         rows[lane] = []  # the encoded copy replaces the elements: memory stays near one segment
+    schema_length, schema_crc32 = stream.head
+    sums = [stream.head, *((lane.length, lane.crc32) for lane in lanes)]
     return EncodedShard(
-        parts=[*parts, memoryview(_END_OF_STREAM)],
-        schema_length=len(head),
-        schema_crc32=zlib.crc32(head),
+        parts=[*stream.parts, memoryview(_END_OF_STREAM)],
+        schema_length=schema_length,
+        schema_crc32=schema_crc32,
         lanes=lanes,
-        num_bytes=offset + len(_END_OF_STREAM),
-        content_digest=digest.hexdigest(),
+        num_bytes=stream.num_bytes + len(_END_OF_STREAM),
+        content_digest=hashlib.sha256(b"".join(struct.pack("<QI", *one) for one in sums)).hexdigest(),
         pickled_paths=pickled_paths,
     )
+
+
+class _Sink:
+    """What Arrow writes a stream to: keeps the buffers that it is given, without a copy."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.taken: list[memoryview] = []
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self.taken.append(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """The stream is ended by whoever joins the parts."""
+
+
+class _Stream:
+    """The messages of an Arrow IPC stream: the schema, then a record batch per lane."""
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        self._sink = _Sink()
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), schema)
+        head = memoryview(schema.serialize())
+        self.parts = [head]
+        self.num_bytes = len(head)
+        self.head = len(head), zlib.crc32(head)
+        self._to_skip = len(head)  # the writer brings the schema again, together with the first batch
+
+    def add(self, batch: Any) -> tuple[int, int]:
+        """Add a record batch; return its length and checksum."""
+        self._writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=self._schema))
+        length = crc = 0
+        for part in self._sink.taken:
+            if self._to_skip:
+                self._to_skip -= len(part)
+                continue
+            crc = zlib.crc32(part, crc)
+            length += len(part)
+            self.parts.append(part)
+        self._sink.taken.clear()
+        self.num_bytes += length
+        return length, crc
 
 
 def _batch(rows: list[tuple[int, Any]], spec: Spec) -> Any:
@@ -114,11 +163,6 @@ def _schema(spec: Spec) -> Any:
     return _batch([], spec).schema.with_metadata(meta)
 
 
-def _encode_lane(rows: list[tuple[int, Any]], spec: Spec, schema: Any) -> memoryview:
-    batch = _batch(rows, spec)
-    return memoryview(pa.RecordBatch.from_arrays(batch.columns, schema=schema).serialize())
-
-
 def _columns(spec: Spec, values: list[Any], name: str) -> Columns:
     """Return the columns that hold ``values``; their types depend on the spec alone."""
     if isinstance(spec, Leaf):
@@ -139,6 +183,7 @@ def _field_columns(spec: Fields, values: list[Any], name: str) -> Columns:
 _TAKE: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("dict", "ordered", "list", "tuple", "userdict"), lambda value, key: value[key]),
     **dict.fromkeys(("namedtuple", "dataclass"), getattr),
+    "sparse": lambda value, key: (parts_of(value) or {})[key],
 }
 
 

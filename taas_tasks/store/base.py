@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+Content: TypeAlias = bytes | memoryview | Sequence[memoryview]
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class ObjectStore(Protocol):
     Raises (all methods): ObjectMissing, StoreRefused, StoreUnavailable (after jittered retries).
     """
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Write an object whole; an existing one is replaced."""
+    def put(self, key: str, data: Content) -> None:
+        """Write an object whole, from one piece or from its parts in order; an existing one is replaced."""
 
     def put_file(self, key: str, path: Path) -> None:
         """Write an object from a file, in parts when large."""

@@ -1,4 +1,4 @@
-"""GET over kept-alive HTTP connections, pooled per endpoint."""
+"""Requests over kept-alive HTTP connections, pooled per endpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import http.client
 import os
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 TROUBLE = (OSError, http.client.HTTPException)
 
 _Idle = deque[tuple[tuple[str, str], http.client.HTTPConnection]]
+Body = Sequence[bytes | memoryview]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Exchange:
 
 
 class Connections:
-    """Sends GET requests. Safe to use from several threads; a forked child opens its own connections."""
+    """Sends requests that may be sent twice. Safe to use from several threads; a forked child opens its own."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -52,8 +54,10 @@ class Connections:
         self._idle: _Idle = deque()
         weakref.finalize(self, _close_all, self._idle)
 
-    def send(self, target: Target, headers: dict[str, str]) -> Exchange:
-        """Return the answer, its body unread; ``finish`` must follow.
+    def send(
+        self, target: Target, headers: dict[str, str], *, method: str = "GET", body: Body | None = None
+    ) -> Exchange:
+        """Return the answer, its body unread; ``finish`` must follow. The parts of ``body`` are sent without a copy.
 
         Raises:
             OSError, http.client.HTTPException: no answer came (``TROUBLE``).
@@ -61,11 +65,11 @@ class Connections:
         kept = self._take_idle(target)
         if kept is not None:
             try:
-                return _exchange(kept, target, headers)
+                return _exchange(kept, target, headers, method, body)
             except TROUBLE:
                 kept.close()
         # Also when the server had closed an idle connection: that is no failure, and worth no waiting.
-        return _exchange(self._connect(target), target, headers)
+        return _exchange(self._connect(target), target, headers, method, body)
 
     def finish(self, exchange: Exchange) -> None:
         """Keep the connection when the body was read to its end; else close it, as what follows is unknown."""
@@ -98,9 +102,18 @@ class Connections:
         return kind(target.netloc, timeout=self._timeout_s)
 
 
-def _exchange(connection: http.client.HTTPConnection, target: Target, headers: dict[str, str]) -> Exchange:
+def _exchange(
+    connection: http.client.HTTPConnection, target: Target, headers: dict[str, str], method: str, body: Body | None
+) -> Exchange:
+    if body is not None:
+        headers = {**headers, "Content-Length": str(sum(memoryview(part).nbytes for part in body))}
     try:
-        connection.request("GET", target.path, headers=headers)
+        try:
+            connection.request(method, target.path, body=body, headers=headers)
+        except BrokenPipeError:
+            if body is None:
+                raise
+            # The server has answered before it took the whole body, as when it refuses the signature.
         return Exchange(target, connection, connection.getresponse())
     except BaseException:
         connection.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import RLock
 
 from taas.errors import ObjectCorrupt, ObjectMissing
-from taas_tasks.store.base import ObjectInfo
+from taas_tasks.store.base import Content, ObjectInfo
 from taas_tasks.store.files import write_then_move
 from taas_tasks.store.keys import check_key
 
@@ -20,9 +20,9 @@ class MemoryStore:
         self._lock = RLock()
         self._objects: dict[str, tuple[bytes, float]] = {}
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Write an object whole; an existing one is replaced."""
-        content = bytes(data)
+    def put(self, key: str, data: Content) -> None:
+        """Write an object whole, from one piece or from its parts in order; an existing one is replaced."""
+        content = bytes(data) if isinstance(data, bytes | memoryview) else b"".join(data)
         with self._lock:
             self._objects[check_key(key)] = (content, time.time())
 

@@ -19,10 +19,11 @@ from botocore.handlers import add_expect_header
 
 from taas.errors import ObjectMissing, StoreError, StoreRefused, StoreUnavailable
 from taas_tasks.store.answers import EXPIRED_CODES, Retries, error_for
-from taas_tasks.store.base import ObjectInfo
+from taas_tasks.store.base import Content, ObjectInfo
 from taas_tasks.store.credentials import CredentialsFile
 from taas_tasks.store.files import write_then_move
 from taas_tasks.store.http_reader import HttpReader
+from taas_tasks.store.http_writer import HttpWriter
 from taas_tasks.store.keys import check_key
 from taas_tasks.values import StoreConfig
 
@@ -72,13 +73,20 @@ class S3Store:
 
     @cached_property
     def _reader(self) -> HttpReader:
+        return HttpReader(self._signer("get_object"), retries=self._retries)
+
+    @cached_property
+    def _writer(self) -> HttpWriter:
+        return HttpWriter(self._signer("put_object"), retries=self._retries)
+
+    def _signer(self, method: str) -> Callable[[str], str]:
         client, bucket, prefix = self._client, self._bucket, self._prefix  # not self: no cycle keeps sockets open
 
         def sign(key: str) -> str:
             asked = {"Bucket": bucket, "Key": prefix + key}
-            return client.generate_presigned_url("get_object", Params=asked, ExpiresIn=_OWN_URL_S)
+            return client.generate_presigned_url(method, Params=asked, ExpiresIn=_OWN_URL_S)
 
-        return HttpReader(sign, retries=self._retries)
+        return sign
 
     def _new_client(self, endpoint_url: str | None) -> S3Client:
         # A session of our own: boto3's default one is not safe to use from several threads.
@@ -149,10 +157,11 @@ class S3Store:
         except (boto_errors.BotoCoreError, ValueError) as error:
             raise StoreError(f"the store cannot do this with {key!r}: {error}", key=key) from error
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        """Write an object whole; an existing one is replaced."""
-        body = data if isinstance(data, bytes) else bytes(data)
-        self._call(key, lambda: self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=body))
+    def put(self, key: str, data: Content) -> None:
+        """Write an object whole, from one piece or from its parts in order; an existing one is replaced."""
+        check_key(key)
+        parts = [data] if isinstance(data, bytes | memoryview) else data
+        self._call(key, lambda: self._writer.put(key, parts))
 
     def put_file(self, key: str, path: Path) -> None:
         """Write an object from a file, in parts when it has more than 16 MiB."""
@@ -267,6 +276,7 @@ class S3Store:
     def close(self) -> None:
         """Close idle connections; the store can still be used, and opens new ones."""
         self._reader.close()
+        self._writer.close()
         self._client.close()
 
     def _sign(self, client: S3Client, method: str, key: str, expires_s: int) -> str:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import zlib
 from typing import Any
 
@@ -137,7 +136,32 @@ def test_checksums_sizes_and_digest_are_those_of_the_bytes() -> None:
     assert shard.schema_crc32 == zlib.crc32(data[: shard.schema_length])
     lanes = [data[record.offset : record.offset + record.length] for record in shard.lanes]
     assert [zlib.crc32(lane) for lane in lanes] == [record.crc32 for record in shard.lanes]
-    assert shard.content_digest == hashlib.sha256(b"".join(lanes)).hexdigest()
+    assert b"".join(lanes) == data[shard.schema_length : -8]
+
+
+def test_the_digest_tells_values_types_and_lanes_apart() -> None:
+    def digest(element: Any, *, first: int = 0) -> str:
+        return encode_segment([(n + first, element(n)) for n in range(8)], allow_pickle=False).content_digest
+
+    same = digest(lambda n: torch.full((4,), n))
+    assert digest(lambda n: torch.full((4,), n)) == same
+    others = [
+        digest(lambda n: torch.full((4,), n + (n == 7))),
+        digest(lambda n: torch.full((4,), n).to(torch.uint8)),
+        digest(lambda n: torch.full((4,), n).view(torch.uint64)),  # the same bytes of another type
+        digest(lambda n: torch.full((4,), n), first=8),
+        digest(lambda n: torch.full((2, 2), n)),
+    ]
+    assert len({same, *others}) == 6
+
+
+def test_encoding_copies_each_tensor_once() -> None:
+    size = 1 << 20
+    elements = [(n, torch.full((size,), n, dtype=torch.uint8)) for n in range(64)]
+    shard = encode_segment(elements, allow_pickle=False)
+    large = [part for part in shard.parts if part.nbytes >= 2 * size]
+    assert [part.nbytes for part in large] == [2 * size] * 32  # the buffers themselves: no message holds them again
+    assert shard.num_bytes < 64 * size + (1 << 16)
 
 
 def test_the_same_elements_give_the_same_bytes() -> None:

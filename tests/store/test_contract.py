@@ -42,6 +42,14 @@ def test_what_is_put_is_got(store: ObjectStore) -> None:
     assert (store.get("a/b"), store.get("a/c"), store.get("empty")) == (b"one", b"two", b"")
 
 
+def test_parts_are_put_as_one_object(store: ObjectStore) -> None:
+    large = bytes(range(256)) * 10_000
+    store.put("parts", [memoryview(b"ab"), memoryview(b""), memoryview(large), memoryview(bytearray(b"c"))])
+    assert store.get("parts") == b"ab" + large + b"c"
+    store.put("none", [])
+    assert store.get("none") == b""
+
+
 def test_a_put_replaces_what_was_there(store: ObjectStore) -> None:
     store.put("k", b"a long first content")
     store.put("k", b"2")

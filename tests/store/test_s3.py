@@ -187,6 +187,19 @@ def test_wrong_credentials_or_bucket_are_refused_at_once(s3_server: S3Server, wr
     store.close()
 
 
+def test_a_large_write_that_is_refused_before_its_end_says_why(s3_server: S3Server) -> None:
+    store = S3Store(s3_server.fresh_config(secret_key="wrong"), retries=QUICK)
+    with pytest.raises(StoreRefused, match="check the access key"):
+        store.put("k", bytes(64 << 20))
+    store.close()
+
+
+def test_a_write_that_is_cut_is_sent_again_whole(far: S3Store, proxy: FaultyProxy, s3_server: S3Server) -> None:
+    proxy.faults = [Cut(0), Answer(503, "SlowDown")]
+    far.put("k", [memoryview(CONTENT), memoryview(b"end")])
+    assert near(s3_server, far).get("k") == CONTENT + b"end"
+
+
 def test_a_server_that_is_not_there_is_unavailable(s3_server: S3Server) -> None:
     url = f"http://127.0.0.1:{free_port(taken=set())}"
     store = S3Store(s3_server.fresh_config(endpoint_url=url), retries=QUICK)
