@@ -74,7 +74,8 @@ class Repairs:
         plan: of the training.
         node_rank: this host's place in it.
         host: for messages.
-        module: the program, for tests.
+        module: the program, and
+        timeout_of: how long it may take, for tests.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class Repairs:
         node_rank: int,
         host: str,
         module: str = _PROGRAM,
+        timeout_of: Callable[[LoaderPlan], float] = timeout_of,
     ) -> None:
         self._setup, self._store, self._plan, self._node_rank, self._host = setup, store, plan, node_rank, host
-        self._module = module
+        self._module, self._timeout_of = module, timeout_of
         self._turn = threading.Lock()
         self._state = threading.Lock()  # of what follows
         self._tries: Counter[LostSegment] = Counter()
@@ -159,7 +161,7 @@ class Repairs:
         try:
             with write_then_move(folder / "input.json", mode=0o600) as file:
                 file.write(json.dumps(self._input(lost)).encode())
-            problem = self._ended(folder / "input.json", timeout_of(self._plan.loaders[lost.loader]))
+            problem = self._ended(folder / "input.json", self._timeout_of(self._plan.loaders[lost.loader]))
             outcome = _read_outcome(folder / "outcome.json")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
