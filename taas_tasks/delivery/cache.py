@@ -21,6 +21,7 @@ from taas_tasks.delivery.parts import PartLayout, Segment
 from taas_tasks.store.base import ObjectStore
 
 _log = logging.getLogger(__name__)
+_NAMED = "part-"
 _ATTEMPTS = 3
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 20.0
@@ -136,13 +137,21 @@ def _new_file(folder: Path, num_bytes: int, *, host: str) -> int:
     try:
         os.posix_fallocate(file, 0, num_bytes)
     except OSError as error:
+        free_bytes = _free_bytes(file)
         os.close(file)
         raise DeliveryError(
-            f"host {host} cannot allocate {num_bytes} bytes of cache in {folder}: {error.strerror}; free some space "
-            "there or lower cache_gb in the request",
+            f"host {host} cannot allocate {num_bytes} bytes of cache in {folder}, where {free_bytes} bytes are free: "
+            f"{error.strerror}; free some space there or lower cache_gb in the request",
             host=host,
+            needed_bytes=num_bytes,
+            free_bytes=free_bytes,
         ) from error
     return file
+
+
+def _free_bytes(file: int) -> int:
+    found = os.fstatvfs(file)
+    return found.f_bavail * found.f_frsize
 
 
 def _unnamed(folder: Path) -> int:
@@ -151,9 +160,16 @@ def _unnamed(folder: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-    file, path = tempfile.mkstemp(dir=folder, prefix="part-")  # a file system without O_TMPFILE
-    Path(path).unlink()
+    file, path = tempfile.mkstemp(dir=folder, prefix=_NAMED)  # a file system without O_TMPFILE
+    Path(path).unlink(missing_ok=True)
     return file
+
+
+def make_cache_folder(folder: Path) -> None:
+    """Make the folder of the cache files; what a killed feeder left is removed, living ones keep what they use."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(f"{_NAMED}*"):
+        path.unlink(missing_ok=True)
 
 
 def _fill(store: ObjectStore, segment: Segment, lanes: int, layout: PartLayout, file: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from taas.errors import DeliveryError, StoreUnavailable, TaasError
 from taas_tasks.delivery import wire
-from taas_tasks.delivery.cache import fetch_part
+from taas_tasks.delivery.cache import fetch_part, make_cache_folder
 from taas_tasks.delivery.desk import Desk, Drop, Fetch, HandOut, Tell
 from taas_tasks.delivery.parts import PartKey, Ranks, Segment, describe_part
 from taas_tasks.delivery.repair import LostSegment, RecordWatch, Repairs, RepairSetup
@@ -213,7 +213,7 @@ class Feeder:
 
     def serve(self) -> None:
         """Serve until ``stop`` is called or the feeder is an orphan, then leave nothing behind."""
-        self._cache_dir.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(self._cache_dir)
         listener = self._listen()
         try:
             self._follower.start()

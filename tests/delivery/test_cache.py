@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taas.errors import DeliveryError, StoreUnavailable
-from taas_tasks.delivery.cache import fetch_part
+from taas_tasks.delivery.cache import fetch_part, make_cache_folder
 from taas_tasks.delivery.parts import Segment, lay_out
 from taas_tasks.store.memory import MemoryStore
 from tests.delivery.support import Prepared
@@ -74,7 +74,9 @@ def test_trouble_of_the_store_passes_through_and_leaves_no_file_open(tmp_path: P
 def test_a_full_disk_is_an_error_that_names_the_host_and_the_bytes() -> None:
     from taas_tasks.delivery.cache import _new_file
 
-    with pytest.raises(DeliveryError, match=r"host h1 cannot allocate 4611686018427387904 bytes of cache in /dev/shm"):
+    with pytest.raises(
+        DeliveryError, match=r"h1 cannot allocate 4611686018427387904 bytes of cache in /dev/shm, where \d+ bytes are"
+    ):
         _new_file(Path("/dev/shm"), 2**62, host="h1")
 
 
@@ -119,3 +121,11 @@ def test_a_segment_that_is_lost_after_each_repair_is_given_up(tmp_path: Path) ->
     with pytest.raises(DeliveryError, match=r"segment 2 of epoch 0 .* changed or removed since"):
         fetch(store, segment, tmp_path, repair=lambda _, why: asked.append(why))
     assert len(asked) == 2
+
+
+def test_files_that_a_killed_feeder_left_are_removed_and_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    for name in ("part-left", "other"):
+        (tmp_path / "cache" / name).write_text("")
+    make_cache_folder(tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["other"]

@@ -17,8 +17,9 @@ from taas_tasks.delivery.repair import Repairs, RepairSetup
 from taas_tasks.layout import RunKeys, run_key
 from taas_tasks.prep import prepare_program
 from taas_tasks.prep.repair_program import RepairInput
-from taas_tasks.store import open_store
+from taas_tasks.store.answers import Retries
 from taas_tasks.store.base import ObjectStore
+from taas_tasks.store.s3 import S3Store
 from taas_tasks.values import (
     Inspection,
     LaunchPlan,
@@ -138,12 +139,12 @@ class Scene:
             "machine": 0,
         }
 
-    def prepare(self, **more: Any) -> dict[str, Any]:
+    def prepare(self, *, retries: Retries | None = None, **more: Any) -> dict[str, Any]:
         """Run the machine's program in this process, up to where it would write its outcome."""
         given = prepare_program.PrepareInput.model_validate(self.prepare_input(**more))
         folder = self.folder / "project"
         folder.mkdir(exist_ok=True)
-        return prepare_program.run(given, open_store(given.store), folder)
+        return prepare_program.run(given, S3Store(given.store, retries=retries), folder)
 
     def repair_input(self, record: ShardRecord, *, generation: int) -> RepairInput:
         return RepairInput.model_validate(
@@ -183,14 +184,16 @@ class Scene:
         return RepairSetup(**{"folder": str(self.repair_folder), "env": env, "record_patience_s": 0.5, **more})
 
     @contextmanager
-    def feeding(self, *, config: StoreConfig | None = None, **more: Any) -> Iterator[Host]:
+    def feeding(
+        self, *, config: StoreConfig | None = None, retries: Retries | None = None, **more: Any
+    ) -> Iterator[Host]:
         """A host whose feeder runs in a thread; what it has repaired is a process of its own."""
         plan = self.launch_plan(**more)
         store = config or self.far
         repairs = Repairs(self.repair_setup(), store=store, plan=plan, node_rank=0, host="host-0")
         with new_host(plan, self.folder) as host:
             feeder = Feeder(
-                open_store(store),
+                S3Store(store, retries=retries),
                 plan,
                 node_rank=0,
                 socket_path=host.socket_path,

@@ -189,7 +189,14 @@ class Delay:
     seconds: float
 
 
-RequestFault = CutBody | FlipByte | Refuse | LoseAnswer | Delay
+@dataclass(frozen=True)
+class CutUpload:
+    """Pass on so many bytes of the request's body, then close both connections."""
+
+    after_bytes: int
+
+
+RequestFault = CutBody | FlipByte | Refuse | LoseAnswer | Delay | CutUpload
 
 
 @dataclass
@@ -226,6 +233,7 @@ class RequestProxy:
         self.target_port = target_port
         self.rules: list[Rule] = []
         self.requests: list[Request] = []
+        self.on_refusal: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._server = _Server(self)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -277,9 +285,14 @@ class _Passing(BaseHTTPRequestHandler):
         request = Request(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
         fault = self.server.proxy.fault_for(request)
         if isinstance(fault, Refuse):
+            self.server.proxy.on_refusal()
             return self._answer(fault.status, [], f"<Error><Code>{fault.code}</Code></Error>".encode())
         if isinstance(fault, Delay):
             time.sleep(fault.seconds)
+        if isinstance(fault, CutUpload):
+            self._forward(body[: fault.after_bytes], is_whole=False)
+            self.close_connection = True
+            return None
         status, headers, data = self._forward(body)
         if isinstance(fault, LoseAnswer):
             self.close_connection = True
@@ -290,13 +303,15 @@ class _Passing(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _serve  # noqa: N815 (the base class looks for these names)
 
-    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+    def _forward(self, body: bytes, *, is_whole: bool = True) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.proxy.target_port, timeout=60)
         with closing(connection):
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 connection.putheader(name, value)
             connection.endheaders(body or None)
+            if not is_whole:
+                return 0, [], b""
             answer = connection.getresponse()
             return answer.status, answer.getheaders(), answer.read()
 
