@@ -11,7 +11,8 @@
     |   `-- StoreUnavailable  network trouble, 5xx, throttling (a retry can help)
     |-- PrepareError
     |   |-- LoaderError       the user's loader, dataset or collate_fn raised or cannot be prepared
-    |   `-- ElementError      an element that no column can hold
+    |   |-- ElementError      an element that no column can hold
+    |   `-- StreamTaken       another try of the machine reads the same stream (a retry can help)
     |-- DeliveryError         a rank cannot be given what it asks for
     |-- LaunchError
     |   |-- HostUnreachable   the transport cannot reach the host (a retry can help)
@@ -104,6 +105,12 @@ class LoaderError(PrepareError):
 
 class ElementError(PrepareError):
     """An element cannot be stored as columns."""
+
+
+class StreamTaken(PrepareError):
+    """Another try commits segments of the same stream that are not those of this one; the ledger's count."""
+
+    retryable = True
 
 
 class DeliveryError(TaasError):

@@ -6,8 +6,10 @@ import logging
 from dataclasses import dataclass
 
 from taas_tasks.layout import RunKeys
+from taas_tasks.ledger import read_record
 from taas_tasks.shards.writer import EncodedShard
 from taas_tasks.store.base import ObjectStore
+from taas_tasks.streams import nominal_index
 from taas_tasks.values import ShardRecord
 
 _log = logging.getLogger(__name__)
@@ -18,7 +20,7 @@ class Segment:
     """A piece of work: elements [start, stop) of an epoch, and the padding behind them if it is the epoch's last.
 
     ``padding`` holds the elements (by their index in the epoch) that are repeated; they are stored under the indices
-    that follow the epoch's end.
+    that follow the epoch's end. Of a loader whose workers are its streams it is a piece of one ``stream``'s epoch.
     """
 
     epoch: int
@@ -28,6 +30,14 @@ class Segment:
     padding: tuple[int, ...] = ()
     last_of_epoch: bool = False
     last_of_units: bool = False
+    stream: int = 0
+    num_streams: int = 1
+
+    @property
+    def indices(self) -> range:
+        """The indices under which the elements and the padding are stored."""
+        first, count = nominal_index(self.start, self.stream, self.num_streams), self.num_elements
+        return range(first, first + count * self.num_streams, self.num_streams)
 
     @property
     def id(self) -> tuple[int, int]:
@@ -75,9 +85,22 @@ class Times:
 def put_object(store: ObjectStore, producer: Producer, segment: Segment, shard: EncodedShard) -> str:
     """Write the segment's object under this try's own key; return the key."""
     key = RunKeys(producer.run).shard(
-        producer.loader, segment.epoch, 0, segment.n, generation=producer.generation, machine=producer.machine
+        *(producer.loader, segment.epoch, segment.stream, segment.n),
+        generation=producer.generation,
+        machine=producer.machine,
     )
-    store.put(key, b"".join(shard.parts))
+    store.put(key, shard.parts)
+    return key
+
+
+def put_position(store: ObjectStore, producer: Producer, segment: Segment, position: bytes) -> str:
+    """Write how a loader worker reads on behind the segment, under this try's own key; return the key."""
+    key = RunKeys(producer.run).stream_position(
+        *(producer.loader, segment.epoch, segment.stream, segment.n),
+        generation=producer.generation,
+        machine=producer.machine,
+    )
+    store.put(key, position)
     return key
 
 
@@ -90,12 +113,13 @@ def record_of(
     times: Times,
     upload_s: float,
     committed_at: float,
+    position_key: str | None = None,
 ) -> ShardRecord:
     """Return the record that says all of a written object."""
     return ShardRecord(
         loader=producer.loader,
         epoch=segment.epoch,
-        stream=0,
+        stream=segment.stream,
         n=segment.n,
         start=segment.start,
         stop=segment.stop,
@@ -103,6 +127,7 @@ def record_of(
         last_of_epoch=segment.last_of_epoch,
         epoch_length=segment.stop if segment.last_of_epoch else None,
         last_of_units=segment.last_of_units,
+        position_key=position_key,
         key=key,
         num_bytes=shard.num_bytes,
         schema_length=shard.schema_length,
@@ -125,14 +150,19 @@ def commit(store: ObjectStore, record: ShardRecord, *, run: str) -> Committed:
     """Put the record if the segment has none; otherwise delete this try's object, unless the record names it.
 
     A reply that was lost looks like a lost race: the record then names this try's key, and the try has won.
+
+    Raises:
+        ObjectCorrupt: The segment's record is there and is none.
     """
     key = RunKeys(run).ledger_record(record.loader, record.epoch, record.stream, record.n)
     if store.put_if_absent(key, record.to_bytes()):
         return Committed(record, won=True, differs=False)
-    there = ShardRecord.model_validate_json(store.get(key))
+    there = read_record(store.get(key), key)
     if there.key == record.key:
         return Committed(there, won=True, differs=False)
-    store.delete(record.key)
+    for lost in (record.key, record.position_key):
+        if lost is not None:
+            store.delete(lost)
     differs = there.content_digest != record.content_digest
     if differs:
         _log.warning("%s", difference(there, record))

@@ -174,6 +174,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     is_plain = tensor.layout is torch.strided and tensor.is_contiguous() and tensor.device.type == "cpu"
     if (
         not is_plain
+        or tensor.numel() == 0  # its strides may forbid to look at it as bytes
         or tensor.requires_grad
         or tensor.is_complex()
         or tensor.is_quantized
@@ -186,6 +187,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return True  # its parts may be, and torch cannot tell
     return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 

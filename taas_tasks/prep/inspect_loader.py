@@ -6,6 +6,7 @@ reading, where a loader can only be read in sequence), and what differs is said.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from taas.errors import ElementError, LoaderError, TaasError
 from taas_tasks.layout import RunKeys
@@ -38,14 +39,17 @@ Open = Callable[[], DataLoader[Any]]
 
 @dataclass(frozen=True)
 class FoundOrder:
-    """How a loader's stream is ordered. ``order`` is None where it can only be read in sequence."""
+    """How a loader's stream is ordered and read. ``order`` is None where only reading it tells."""
 
     kind: Literal["recipe", "chunks", "sequential"]
+    read_by: Literal["index", "workers", "process"]
+    num_streams: int = 1
     order: Order | None = None
     epoch_length: int | None = None
     epoch_lengths: list[int] = field(default_factory=list)
     chunk_elements: int = 0
     num_epochs: int = 0
+    base_seeds: list[int] = field(default_factory=list)
 
 
 def inspect_loader(
@@ -69,16 +73,19 @@ def inspect_loader(
     loader = open_it()
     found = find_order(open_it, producer=producer, store=store, seed=seed, randomness=randomness, units=units)
     claimed = _claimed_length(loader)
-    sample = _sample(open_it, found.order, producer, seed=seed, units=units, epoch_length=found.epoch_length)
+    order = found.order if found.read_by == "index" else None
+    sample = _sample(open_it, order, producer, seed=seed, units=units, epoch_length=found.epoch_length)
     shard = _encode(sample.elements, producer, allow_pickle)
     warnings = _length_warnings(found, claimed, units) + _pickle_warnings(shard)
-    warnings += _sequence_warnings(loader, randomness) if found.kind == "sequential" else []
+    warnings += _sequence_warnings(loader, randomness) if found.read_by == "process" else []
     warnings += sample.compare(shard, producer, randomness)
     return Inspection(
         loader=producer.loader,
         kind="iterable" if isinstance(loader.dataset, IterableDataset) else "map",
         order=found.kind,
-        read_by="process" if found.kind == "sequential" else "index",
+        read_by=found.read_by,
+        num_streams=found.num_streams,
+        base_seeds=found.base_seeds if found.read_by == "workers" else [],
         epoch_length=found.epoch_length,
         epoch_lengths=found.epoch_lengths,
         claimed_length=claimed,
@@ -104,23 +111,36 @@ def find_order(
         LoaderError: The sampler raised or yields nothing.
     """
     loader = open_it()
-    if must_be_read_in_sequence(loader, randomness):
-        return FoundOrder("sequential")
+    read_by = how_it_is_read(loader, randomness)
+    if randomness == "exact" and not loader.in_order:
+        raise LoaderError(
+            f"loader {producer.loader!r}: in_order=False gives another order each time, so it cannot be prepared with"
+            ' randomness "exact"; leave in_order at True'
+        )
+    if read_by == "process":
+        return FoundOrder("sequential", read_by)
+    num_streams = loader.num_workers if read_by == "workers" else 1
+    if isinstance(loader.dataset, IterableDataset):
+        return FoundOrder("sequential", read_by, num_streams)
     if not is_recipe(loader):
-        return _write_chunks(open_it, producer, store, seed, units)
+        written = _write_chunks(open_it, producer, store, seed, units)
+        return dataclasses.replace(written, read_by=read_by, num_streams=num_streams)
     recipe = RecipeOrder(loader, seed=seed)
     if recipe.epoch_length == 0:
         raise LoaderError(f"loader {producer.loader!r} yields nothing: its dataset or sampler is empty")
-    return FoundOrder("recipe", order=recipe, epoch_length=recipe.epoch_length)
+    return FoundOrder("recipe", read_by, num_streams, order=recipe, epoch_length=recipe.epoch_length)
 
 
-def must_be_read_in_sequence(loader: DataLoader[Any], randomness: str) -> bool:
-    """Return whether only iterating the loader itself gives its stream."""
-    return (
-        randomness == "exact"
-        or isinstance(loader.dataset, IterableDataset)
-        or type(loader).__iter__ is not DataLoader.__iter__
-    )
+def how_it_is_read(loader: DataLoader[Any], randomness: str) -> Literal["index", "workers", "process"]:
+    """Return how a loader's stream can be read: see ``Inspection.read_by``.
+
+    Torch's data pipes are iterated as they are: its iterator sends their workers seeds of their own.
+    """
+    if type(loader).__iter__ is not DataLoader.__iter__ or isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        return "process"
+    if randomness == "exact" or isinstance(loader.dataset, IterableDataset):
+        return "workers" if loader.num_workers > 0 else "process"
+    return "index"
 
 
 def versions() -> Versions:
@@ -139,11 +159,13 @@ def _write_chunks(open_it: Open, producer: Producer, store: ObjectStore, seed: i
     is_even = all(length == first for length in others[:-1]) and (not others or others[-1] <= first)
     return FoundOrder(
         "chunks",
+        "index",
         order=ChunkOrder(store, keys, name=producer.loader, chunk_elements=written.chunk_elements),
         epoch_length=first if is_even else None,
         epoch_lengths=[] if is_even else written.lengths,
         chunk_elements=written.chunk_elements,
         num_epochs=len(written.lengths),
+        base_seeds=written.base_seeds,
     )
 
 

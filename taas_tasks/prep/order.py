@@ -69,6 +69,7 @@ class RecipeOrder:
         self._draws = _Draws(seed, [loader.generator, getattr(self._sampler, "generator", None)])
         self._starts = {0: self._draws.states()}
         self._epochs: dict[int, _Source] = {}
+        self._base_seeds: dict[int, int] = {}
         self.epoch_length = self._count(len(self._sampler))
 
     def rows(self, epoch: int, start: int, stop: int) -> list[Any]:
@@ -80,6 +81,16 @@ class RecipeOrder:
         stop = min(stop, self.epoch_length)
         indices = source.take(start * size, min(stop * size, source.length))
         return [indices[at : at + size] for at in range(0, len(indices), size)]
+
+    def base_seed(self, epoch: int) -> int:
+        """Return the base seed of the loader workers that are started for an epoch (for the first one's, if they stay).
+
+        It is what ``iter(loader)`` draws before the sampler draws.
+        """
+        started_in = 0 if self._draws_base_seed_once else epoch
+        if started_in not in self._base_seeds:
+            self._source(started_in)
+        return self._base_seeds[started_in]
 
     def _count(self, samples: int) -> int:
         if self._batching is None:
@@ -101,7 +112,7 @@ class RecipeOrder:
 
     def _begin(self, epoch: int) -> _Source:
         if epoch == 0 or not self._draws_base_seed_once:
-            _draw_seed(self._draws.of(self._loader_generator))
+            self._base_seeds[epoch] = _draw_seed(self._draws.of(self._loader_generator))
         return _source_of(self._sampler, self._draws)
 
 

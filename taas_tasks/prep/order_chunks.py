@@ -32,10 +32,14 @@ _KEPT_CHUNKS = 4
 
 @dataclass(frozen=True)
 class WrittenOrder:
-    """What a pass over the sampler showed. ``lengths``: elements of each epoch, the last one cut at the units."""
+    """What a pass over the sampler showed. ``lengths``: elements of each epoch, the last one cut at the units.
+
+    ``base_seeds``: of the loader workers, per epoch (of the first one alone, if they are persistent).
+    """
 
     lengths: list[int]
     chunk_elements: int
+    base_seeds: list[int]
 
 
 def write_order(
@@ -51,10 +55,11 @@ def write_order(
     """
     seed_start(seed)
     lengths: list[int] = []
+    base_seeds: list[int] = []
     chunk_elements = 0
     while sum(lengths) < units:
         epoch = len(lengths)
-        rows = _rows_of_epoch(loader, name, epoch)
+        rows = _rows_of_epoch(loader, name, epoch, base_seeds)
         length = 0
         for chunk in _chunks(rows, limit=units - sum(lengths), size=chunk_elements):
             chunk_elements = chunk_elements or _chunk_elements(chunk[0])
@@ -66,7 +71,7 @@ def write_order(
                 " are missing; a sampler must be iterable again and again"
             )
         lengths.append(length)
-    return WrittenOrder(lengths, chunk_elements)
+    return WrittenOrder(lengths, chunk_elements, base_seeds)
 
 
 def _chunks(rows: Iterator[Any], *, limit: int, size: int) -> Iterator[list[Any]]:
@@ -86,14 +91,18 @@ def _chunk_elements(row: Any) -> int:
     return max(1, min(_MAX_CHUNK_ELEMENTS, _CHUNK_INDICES // max(1, in_row)))
 
 
-def _rows_of_epoch(loader: DataLoader[Any], name: str, epoch: int) -> Iterator[Any]:
-    """Yield one pass of the sampler, drawing random numbers where ``iter(loader)`` and its workers draw them."""
+def _rows_of_epoch(loader: DataLoader[Any], name: str, epoch: int, base_seeds: list[int]) -> Iterator[Any]:
+    """Yield one pass of the sampler, drawing random numbers where ``iter(loader)`` and its workers draw them.
+
+    Appends the loader workers' base seed where one is drawn.
+    """
     set_epoch(loader, epoch)
     has_workers = loader.num_workers > 0
     try:
         rows = iter(index_sampler(loader))
         if epoch == 0 or not (loader.persistent_workers and has_workers):
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            base_seeds.append(int(drawn.item()))
             # torch's iterator over worker processes starts the sampler a second time and uses that
             rows = iter(index_sampler(loader)) if has_workers else rows
         yield from rows

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from taas.errors import ElementError
-from taas_tasks.prep.commit import Committed, Producer, Segment, Times, commit, put_object, record_of
+from taas_tasks.prep.commit import Committed, Producer, Segment, Times, commit, put_object, put_position, record_of
 from taas_tasks.shards.writer import EncodedShard, encode_segment
 from taas_tasks.store.base import ObjectStore
 
@@ -24,12 +25,13 @@ _MAX_IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class LoadedSegment:
-    """A segment's elements in order, padding last."""
+    """A segment's elements in order, padding last. ``position``: how its loader worker reads on behind it."""
 
     segment: Segment
     elements: list[Any]
     started_at: float
     load_s: float
+    position: bytes | None = None
 
 
 class Pipeline:
@@ -64,7 +66,7 @@ class Pipeline:
         finally:
             self._uploading.shutdown(wait=True)
         if error is None:
-            self._raise_first_error()
+            self.check()
 
     def submit(self, loaded: LoadedSegment) -> None:
         """Hand over a loaded segment; waits while too many are on their way.
@@ -73,10 +75,25 @@ class Pipeline:
             TaasError: An earlier segment could not be encoded, uploaded or committed.
         """
         self._room.acquire()
-        self._raise_first_error()
+        self.check()
         self._encoding.submit(self._guarded, lambda: self._encode(loaded))
 
-    def _raise_first_error(self) -> None:
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Wait until all that was submitted is committed; nothing runs in the threads inside the context.
+
+        That is where a process can be forked safely: no thread of this process holds a lock of a C library.
+        """
+        for _ in range(_MAX_IN_FLIGHT):
+            self._room.acquire()
+        try:
+            self.check()
+            yield
+        finally:
+            self._room.release(_MAX_IN_FLIGHT)
+
+    def check(self) -> None:
+        """Raise the first error of any part, if there was one."""
         if self._error is not None:
             raise self._error
 
@@ -96,13 +113,12 @@ class Pipeline:
         shard = self._encoded(loaded)
         times = Times(loaded.started_at, loaded.load_s, time.perf_counter() - began)
         loaded.elements.clear()
-        self._uploading.submit(self._guarded, lambda: self._upload(loaded.segment, shard, times))
+        self._uploading.submit(self._guarded, lambda: self._upload(loaded, shard, times))
 
     def _encoded(self, loaded: LoadedSegment) -> EncodedShard:
         segment = loaded.segment
-        indices = range(segment.start, segment.start + segment.num_elements)
         try:
-            return encode_segment(zip(indices, loaded.elements, strict=True), allow_pickle=self._allow_pickle)
+            return encode_segment(zip(segment.indices, loaded.elements, strict=True), allow_pickle=self._allow_pickle)
         except ElementError as error:
             raise ElementError(
                 f"loader {self._producer.loader!r}, epoch {segment.epoch}, elements {segment.start} to"
@@ -110,9 +126,11 @@ class Pipeline:
                 **error.fields,
             ) from None
 
-    def _upload(self, segment: Segment, shard: EncodedShard, times: Times) -> None:
+    def _upload(self, loaded: LoadedSegment, shard: EncodedShard, times: Times) -> None:
         began = time.perf_counter()
+        segment, position = loaded.segment, loaded.position
         key = put_object(self._store, self._producer, segment, shard)
+        behind = None if position is None else put_position(self._store, self._producer, segment, position)
         record = record_of(
             self._producer,
             segment,
@@ -121,6 +139,7 @@ class Pipeline:
             times=times,
             upload_s=time.perf_counter() - began,
             committed_at=time.time(),
+            position_key=behind,
         )
         self._on_commit(segment, commit(self._store, record, run=self._producer.run))
         self._room.release()

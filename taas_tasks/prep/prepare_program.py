@@ -15,8 +15,10 @@ from taas_tasks.prep.opening import open_loader
 from taas_tasks.prep.order import Order, RecipeOrder
 from taas_tasks.prep.order_chunks import ChunkOrder
 from taas_tasks.prep.produce import produce
+from taas_tasks.prep.produce_streams import produce_streams
 from taas_tasks.prep.program import ProgramInput, leave, run_program
 from taas_tasks.prep.sequential import produce_in_sequence
+from taas_tasks.prep.stream_starts import starts_of
 from taas_tasks.project import materialise
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import LoaderPlan, Plan
@@ -56,6 +58,15 @@ def prepare_share(given: PrepareInput, store: ObjectStore, folder: Path) -> dict
             seed=plan.seed,
             allow_pickle=given.allow_pickle,
             is_exact=plan.randomness == "exact",
+        ).to_dict()
+    if loader_plan.is_merged:
+        return produce_streams(
+            loader,
+            starts_of(loader, loader_plan, store=store, run=given.run, seed=plan.seed),
+            loader_plan,
+            producer=producer,
+            store=store,
+            allow_pickle=given.allow_pickle,
         ).to_dict()
     return produce(
         loader,

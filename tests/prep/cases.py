@@ -23,13 +23,15 @@ from torch.utils.data import (
 
 from taas.flavors import FLAVORS
 from taas.request import LoaderRef, TrainRequest
-from taas_tasks.layout import run_key
+from taas_tasks.layout import RunKeys, run_key
 from taas_tasks.plan import make_plan
 from taas_tasks.prep.commit import Producer
 from taas_tasks.prep.inspect_loader import find_order, versions
 from taas_tasks.prep.prepare_program import order_of
 from taas_tasks.prep.produce import Tally, produce
+from taas_tasks.prep.produce_streams import produce_streams
 from taas_tasks.prep.sequential import produce_in_sequence
+from taas_tasks.prep.stream_starts import starts_of
 from taas_tasks.prep.work import Pace
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import Inspection, LoaderPlan, PinnedRequest, Plan
@@ -224,8 +226,9 @@ def plan_of(
     seed: int = 0,
     randomness: str = "element",
     sizes: dict[str, int] | None = None,
+    has_position: bool = False,
 ) -> Plan:
-    """Return the plan of a run with one loader named ``data``; ``sizes`` override the segments'."""
+    """Return the plan of a run with one loader named ``data``, and put it; ``sizes`` override the segments'."""
     request = TrainRequest(
         project="demo",
         script="train.py",
@@ -240,7 +243,10 @@ def plan_of(
         loader="data",
         kind="map",
         order=found.kind,
-        read_by="process" if found.kind == "sequential" else "index",
+        read_by=found.read_by,
+        num_streams=found.num_streams,
+        base_seeds=found.base_seeds,
+        has_position=has_position,
         epoch_length=found.epoch_length,
         epoch_lengths=found.epoch_lengths,
         claimed_length=None,
@@ -255,11 +261,12 @@ def plan_of(
     )
     pinned = PinnedRequest(run_id=RUN_ID, run=RUN, request=request, snapshot="0" * 64, base_record=0)
     plan = make_plan(pinned, {"data": inspection}, FLAVORS)
-    if sizes is None:
-        return plan
-    loader = plan.loaders["data"]
-    changed = loader.model_copy(update={"sizes": loader.sizes.model_copy(update=sizes)})
-    return plan.model_copy(update={"loaders": {"data": changed}})
+    if sizes is not None:
+        loader = plan.loaders["data"]
+        changed = loader.model_copy(update={"sizes": loader.sizes.model_copy(update=sizes)})
+        plan = plan.model_copy(update={"loaders": {"data": changed}})
+    store.put(RunKeys(RUN).plan, plan.to_bytes())
+    return plan
 
 
 def producer(machine: int, *, generation: int = 1) -> Producer:
@@ -288,6 +295,11 @@ def prepare(
             seed=plan.seed,
             allow_pickle=allow_pickle,
             is_exact=plan.randomness == "exact",
+        )
+    if loader_plan.is_merged:
+        starts = starts_of(loader, loader_plan, store=store, run=RUN, seed=plan.seed)
+        return produce_streams(
+            loader, starts, loader_plan, producer=who, store=store, allow_pickle=allow_pickle, pace=pace
         )
     order = order_of(loader, loader_plan, store=store, run=RUN, seed=plan.seed)
     return produce(

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from taas.errors import ObjectMissing
 from taas_tasks.layout import RunKeys
 from taas_tasks.shards.reader import read_lane, read_schema
 from taas_tasks.store.base import ObjectStore
-from taas_tasks.values import ShardRecord
+from taas_tasks.values import LoaderPlan, Plan, ShardRecord
 
 
 class Item(NamedTuple):
@@ -72,7 +73,13 @@ class Stored(NamedTuple):
 
 
 def committed_stream(store: ObjectStore, run: str, loader: str, *, allow_pickle: bool = False) -> Stored:
-    """Return what the ledger's shards hold, checked: contiguous, no id twice, lanes and checksums as recorded."""
+    """Return what the ledger's shards hold, checked: contiguous, no id twice, lanes and checksums as recorded.
+
+    The streams of a loader that is read by its workers (by the run's plan, where the store has it) are merged.
+    """
+    found = _plan_of(store, run, loader)
+    if found is not None and found.inspection.read_by == "workers":
+        return Stored(merged_stream(store, run, found, allow_pickle=allow_pickle), {})
     stream: list[Item] = []
     padding: dict[int, list[Item]] = {}
     awaited = (0, 0, 0)
@@ -88,6 +95,67 @@ def committed_stream(store: ObjectStore, run: str, loader: str, *, allow_pickle:
             padding[record.epoch] = items[record.stop - record.start :]
         awaited = (record.epoch + 1, 0, 0) if record.last_of_epoch else (record.epoch, record.n + 1, record.stop)
     return Stored(stream, padding)
+
+
+def _plan_of(store: ObjectStore, run: str, loader: str) -> LoaderPlan | None:
+    try:
+        return Plan.model_validate_json(store.get(RunKeys(run).plan)).loaders[loader]
+    except ObjectMissing:
+        return None
+
+
+def merged_stream(store: ObjectStore, run: str, plan: LoaderPlan, *, allow_pickle: bool = False) -> list[Item]:
+    """Return the first ``units`` elements of the streams in torch's order: round after round, ended streams left out."""
+    count = plan.inspection.num_streams
+    streams = _streams_of(store, run, plan, allow_pickle=allow_pickle)
+    merged: list[Item] = []
+    num_read = 0
+    for epoch in range(1 + max((epoch for epoch, _ in streams), default=-1)):
+        before = len(merged)
+        iterators = [iter(streams.get((epoch, number), ())) for number in range(count)]
+        alive = list(range(count))
+        while alive and len(merged) < plan.units:
+            for number in tuple(alive):
+                element = next(iterators[number], _END)
+                if element is _END:
+                    alive.remove(number)
+                elif len(merged) < plan.units:
+                    merged.append(Item(epoch, len(merged) - before, element))
+                    num_read += 1
+                else:
+                    raise AssertionError(f"stream {number} of epoch {epoch} has an element behind the units")
+        assert len(merged) > before or len(merged) == plan.units, f"epoch {epoch} is empty"
+    assert num_read == sum(map(len, streams.values())), "more was committed than the units"
+    return merged
+
+
+_END = object()
+
+
+def _streams_of(
+    store: ObjectStore, run: str, plan: LoaderPlan, *, allow_pickle: bool
+) -> dict[tuple[int, int], list[Any]]:
+    """Return the elements of each stream of each epoch, checked: contiguous, and as recorded."""
+    count = plan.inspection.num_streams
+    streams: dict[tuple[int, int], list[Any]] = {}
+    ended: set[tuple[int, int]] = set()
+    next_n: dict[tuple[int, int], int] = {}
+    for record in records_of(store, run, plan.loader):
+        at = (record.epoch, record.stream)
+        own = streams.setdefault(at, [])
+        assert (record.n, record.start) == (next_n.get(at, 0), len(own)), f"not contiguous: {record}"
+        assert at not in ended, f"behind its stream's end: {record}"
+        assert record.num_padding == 0
+        assert not record.last_of_units
+        assert record.machine == record.stream % plan.machines, f"not its owner's: {record}"
+        elements = elements_of(store, record, allow_pickle=allow_pickle)
+        assert list(elements) == [position * count + record.stream for position in range(record.start, record.stop)]
+        own += elements.values()
+        next_n[at] = record.n + 1
+        if record.last_of_epoch:
+            assert record.epoch_length == record.stop
+            ended.add(at)
+    return streams
 
 
 def elements_of(store: ObjectStore, record: ShardRecord, *, allow_pickle: bool = False) -> dict[int, Any]:
@@ -141,4 +209,15 @@ def equal(mine: Any, theirs: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is torch.sparse_coo:
+        parts: list[Any] = [tensor._indices(), tensor._values()]
+        return tensor.layout, tuple(tensor.shape), tensor.is_coalesced(), *map(_bits, parts)
+    if tensor.layout is not torch.strided:
+        by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        parts = (
+            [tensor.crow_indices(), tensor.col_indices()] if by_rows else [tensor.ccol_indices(), tensor.row_indices()]
+        )
+        return tensor.layout, tuple(tensor.shape), *map(_bits, [*parts, tensor.values()])
+    if tensor.numel() == 0:  # its strides may forbid to look at it as bytes
+        return tuple(tensor.shape), b""
     return tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -31,21 +31,18 @@ def assert_local(store: MemoryStore, make: Callable[[], DataLoader[Any]], *, uni
     return stored
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("batch_size", [None, 3])
-def test_an_iterable_with_loader_workers_is_bitwise_the_local_stream(batch_size: int | None, persistent: bool) -> None:
+def test_an_iterable_without_loader_workers_is_bitwise_the_local_stream(batch_size: int | None) -> None:
     def make() -> DataLoader[Any]:
-        numbers = cases.Numbers(40, draws=True)
-        return DataLoader(numbers, batch_size=batch_size, num_workers=2, persistent_workers=persistent)
+        return DataLoader(cases.Numbers(40, draws=True), batch_size=batch_size)
 
     store = prepared(make, units=60, sizes={"first": 8, "largest": 16})
     assert len({item.epoch for item in assert_local(store, make, units=60).stream}) >= 2
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_exact_gives_what_a_map_style_loader_draws_in_one_process(num_workers: int) -> None:
+def test_exact_gives_what_a_map_style_loader_draws_in_one_process() -> None:
     def make() -> DataLoader[Any]:
-        return DataLoader(cases.Noisy(20), batch_size=3, shuffle=True, num_workers=num_workers)
+        return DataLoader(cases.Noisy(20), batch_size=3, shuffle=True)
 
     assert_local(prepared(make, units=25, randomness="exact"), make, units=25)
 
@@ -110,10 +107,9 @@ class Breaks(cases.Numbers):
         raise OSError("the stream was cut")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_exception_names_loader_and_awaited_element(num_workers: int) -> None:
+def test_an_exception_names_loader_and_awaited_element() -> None:
     with pytest.raises(LoaderError, match="the stream was cut") as caught:
-        prepared(lambda: DataLoader(Breaks(9), batch_size=None, num_workers=num_workers), units=20)
+        prepared(lambda: DataLoader(Breaks(9), batch_size=None), units=20)
     assert "loader 'data'" in caught.value.message
     assert "element 5 of epoch 0 was awaited (on c1-0)" in caught.value.message
     assert 'raise OSError("the stream was cut")' in caught.value.message + caught.value.fields["traceback"]
