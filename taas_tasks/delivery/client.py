@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import select
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 from taas.errors import DeliveryError, error_from_dict
 from taas_tasks.delivery import wire
 from taas_tasks.delivery.mapped import MappedPart, Row
-from taas_tasks.delivery.steps import Ending, Place, Remainder, next_position, num_steps, place_of
+from taas_tasks.delivery.steps import Ending, Place, Remainder, alive_at, next_position, num_steps, place_of
 from taas_tasks.streams import Merge
 
 _log = logging.getLogger(__name__)
@@ -158,7 +159,8 @@ class _Slot:
     part: MappedPart | None = None
     ahead: MappedPart | None = None
     asked: Place | None = None
-    answered: Place | None = None  # what ``ahead`` was asked for
+    answered: Place | None = None  # what ``part`` was asked for
+    ahead_answers: Place | None = None
     number: int = 0
 
     @property
@@ -214,26 +216,40 @@ class PassReader:
         """
         if not self._has(self._step):
             return None
-        shape = self._shape
-        num_steps = min(self._num_certain - self._step, _MAX_RUN)
-        first, stop = shape.index(self._step), shape.index(self._step + num_steps)
-        if self.ending is not None:
-            stop = min(stop, self.ending.padded)
-        run = [self._await_row(place_of(first, offset=shape.offset, ending=self.ending, merge=self._merge))]
-        self._extend(run, range(first + shape.world_size, stop, shape.world_size))
+        shape, step = self._shape, self._step
+        first, stop = shape.index(step), shape.index(min(self._num_certain, step + _MAX_RUN))
+        place = place_of(first, offset=shape.offset, ending=self.ending, merge=self._merge)
+        part = self._await_part(place)
+        if place.offset != shape.offset:  # padding: the pass's last element
+            run = part.rows(range(place.position, place.position + 1))
+        else:
+            run = self._rows(first, stop if self.ending is None else min(stop, self.ending.padded))
         self._step += len(run)
         return run
 
-    def _extend(self, run: list[Row], indices: range) -> None:
-        """Add what is in the open parts, up to the first element that is not."""
-        locate, slots = self._merge.locate, self._slots
-        for index in indices:
-            stream, position = locate(index)
-            part = slots[stream].part
-            row = None if part is None else part.find(position)
-            if row is None:
-                return
-            run.append(row)
+    def _rows(self, first: int, stop: int) -> list[Row]:
+        """Return the elements ``first``, ``first + world_size``, ... below ``stop``, up to one that no open part holds.
+
+        While the same streams are alive, a rank goes round some of them, and in each of them by the same steps.
+        """
+        apart, merge = self._shape.world_size, self._merge
+        alive, end = alive_at(merge, first)
+        stop = stop if end is None else min(stop, end)
+        shared = math.gcd(apart, alive)
+        around = alive // shared
+        found: list[tuple[int, list[Row]]] = []
+        total = len(range(first, stop, apart))
+        for turn in range(min(around, total)):
+            stream, position = merge.locate(first + turn * apart)
+            count, by = len(range(turn, total, around)), apart // shared
+            part = self._slots[stream].part
+            rows = [] if part is None else part.rows(range(position, position + count * by, by))
+            total = min(total, turn + len(rows) * around)
+            found.append((turn, rows))
+        run: list[Row] = [found[0][1][0]] * total
+        for turn, rows in found:
+            run[turn::around] = rows[: len(range(turn, total, around))]
+        return run
 
     def close(self, *, finished: bool = False) -> None:
         """Let go of everything; elements that are still alive keep what they need. Twice is fine."""
@@ -283,25 +299,23 @@ class PassReader:
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _await_row(self, place: Place) -> Row:
-        """Return where an element is, when the part that holds it is there."""
+    def _await_part(self, place: Place) -> MappedPart:
+        """Return the part that holds an element, when it is there."""
         number = place.stream if place.offset == self._shape.offset else self._shape.num_streams
         slot = self._slots[number]
-        while True:
+        while slot.part is None or not slot.part.holds(place.position):
             if slot.part is not None:
-                row = slot.part.find(place.position)
-                if row is not None:
-                    return row
-                self._release(slot, slot.part)
-            slot.part, slot.ahead = slot.ahead, None
+                if slot.answered == place:
+                    raise DeliveryError(f"the feeder gave a part that lacks {place}, for which it was asked")
+                self._release(slot.part)
+            slot.part, slot.answered, slot.ahead = slot.ahead, slot.ahead_answers, None
             if slot.part is None:
                 if slot.asked != place:  # nothing, or what is not needed now that another stream has ended
                     self._connection.send("ask", asks=[self._question(number, place)])
                 self._receive(f"element {place.position} of stream {place.stream}", urgent=number)
-            elif slot.part.find(place.position) is not None:
+            elif slot.part.holds(place.position):
                 self._ask_ahead(number, slot.part)
-            elif slot.answered == place:
-                raise DeliveryError(f"the feeder gave a part that lacks {place}, for which it was asked")
+        return slot.part
 
     def _receive(self, what: str, *, urgent: int | None = None) -> None:
         """Take in the next message, whatever it answers."""
@@ -321,16 +335,14 @@ class PassReader:
         )
         slot = self._slots[message["slot"]]
         if message["number"] != slot.number:  # something else was asked for in the meantime
-            self._release(None, part)
+            self._release(part)
             return
-        slot.ahead, slot.asked, slot.answered = part, None, slot.asked
+        slot.ahead, slot.ahead_answers, slot.asked = part, slot.asked, None
 
-    def _release(self, slot: _Slot | None, part: MappedPart) -> None:
+    def _release(self, part: MappedPart) -> None:
         self._connection.send("release", epoch=part.epoch, stream=part.stream, n=part.n, lanes=part.lane_bits)
         self._finished_bytes += part.num_bytes
         part.close()
-        if slot is not None:
-            slot.part = None
 
     def _question(self, number: int, place: Place) -> tuple[int, int, int, int, int]:
         slot = self._slots[number]

@@ -39,10 +39,12 @@ class PassCounters:
         temporary.replace(path)
         with path.open("r+b") as file:
             self._mapping = mmap.mmap(file.fileno(), 0)
+        self.steps = memoryview(self._mapping)[_COUNTS_AT : _COUNTS_AT + 8].cast("q")
+        """One number that is written at each step: how many were taken."""
 
-    def count(self, *, num_steps: int, num_bytes: int, wait_s: float) -> None:
-        """Write what has been taken so far."""
-        _COUNTS.pack_into(self._mapping, _COUNTS_AT, num_steps, num_bytes, wait_s)
+    def count(self, *, num_bytes: int, wait_s: float) -> None:
+        """Write what has been read and waited so far."""
+        _COUNTS.pack_into(self._mapping, _COUNTS_AT, self.steps[0], num_bytes, wait_s)
 
     def complete(self) -> None:
         """Say that the pass took its last step."""
@@ -50,6 +52,7 @@ class PassCounters:
 
     def close(self) -> None:
         """Let go of the file; it stays."""
+        self.steps.release()
         self._mapping.close()
 
 

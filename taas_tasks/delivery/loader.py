@@ -6,6 +6,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import starmap
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ _STATE_VERSION = 1
 _SAY_WHEN_LEFT = 2
 
 
+def pin_element(element: Any) -> Any:
+    """Return an element copied to page-locked memory, as torch's DataLoader does it."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(element)  # type: ignore[no-untyped-call]
+
+
 def process_group_size() -> int | None:
     """Return the size of the default process group, or None when there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None
@@ -41,6 +50,8 @@ class Delivery:
     remainder: Remainder = "pad"
     allow_pickle: bool = False
     group_size: Callable[[], int | None] = process_group_size
+    has_gpu: Callable[[], bool] = torch.cuda.is_available
+    pin: Callable[[Any], Any] = pin_element
     connect_s: float = 30.0
 
 
@@ -103,12 +114,11 @@ class DeliveredLoader(DataLoader[Any]):
         self._taas_left_at: tuple[int, int] | None = None  # element and step where the loop left a pass
         self._taas_times_left = 0
         self._taas_open: weakref.ref[_Pass] | None = None
-        pin = plan.inspection.pin_memory and torch.cuda.is_available()
         super().__init__(
             DeliveredDataset(plan.loader, self._taas_num_elements),
             batch_size=plan.inspection.batch_size,
             num_workers=0,
-            pin_memory=pin,
+            pin_memory=plan.inspection.pin_memory and delivery.has_gpu(),
         )
         object.__setattr__(self, "sampler", _WholePass(self.__len__))  # DataLoader forbids changing it from outside
 
@@ -264,10 +274,26 @@ class DeliveredLoader(DataLoader[Any]):
         self._taas_pass, self._taas_offset, self._taas_before, self._taas_left_at = number, 0, 0, None
         self._taas_times_left = 0
 
+    def _taas_is_replay(self, number: int, epoch: int) -> bool:
+        """Return whether a pass replays an epoch that an earlier one read to its end; say so."""
+        count = self._taas_num_epochs
+        if count is None or number < count:
+            return False
+        _log.warning(
+            "loader '%s': pass %d replays epoch %d: only %s epoch(s) were prepared. Ask for more units to see new "
+            "elements",
+            *(self.name, number + 1, epoch, count),
+        )
+        return True
+
     def _taas_begin_anew(self) -> None:
-        """A pass begins; say so when it is the third one over the same elements."""
+        """A pass begins; say so when elements come again as the one before was left, louder at the third time."""
         if self._taas_left_at is not None:
             self._taas_times_left += 1
+            _log.info(
+                "loader '%s': pass %d was left after step %d and begins anew: its elements come again",
+                *(self.name, self._taas_pass + 1, self._taas_left_at[1]),
+            )
             if self._taas_times_left == _SAY_WHEN_LEFT:
                 _log.warning(
                     "loader '%s': pass %d was left before its end %d times and begins at the same element each time; "
@@ -283,19 +309,24 @@ class DeliveredLoader(DataLoader[Any]):
 
 
 class _Pass:
-    """One pass under way. Opens nothing before its first element is asked for."""
+    """One pass under way. Opens nothing before its first element is asked for.
+
+    The reader gives the elements in runs; within a run an element costs little more than making it.
+    """
 
     def __init__(self, loader: DeliveredLoader) -> None:
         self._loader = loader
+        self._pin = loader._taas_delivery.pin if loader.pin_memory else None
         self._started = False
         self._taken = 0
         self._before = 0
         self._reader: PassReader | None = None
         self._counters: PassCounters | None = None
-        self._elements: Iterator[Any] = iter(())
+        self._steps_taken: memoryview | list[int] = [0]
+        self._run: Iterator[Any] = iter(())
+        self._run_stop = -1  # steps that are taken when the run has ended
         self._steps: int | None = None
         self._shape: PassShape | None = None
-        self._ended = False
         self._left = False
         self.exhausted = False  # StopIteration was raised, or it was left
         self.number_of_pass = loader._taas_pass
@@ -304,6 +335,21 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
+        try:
+            for element in self._run:
+                self._taken = self._steps_taken[0] = taken = self._taken + 1
+                if taken == self._run_stop:
+                    self._run_has_ended()
+                return self._pin(element) if self._pin else element
+            return self._next_of_next_run()
+        except StopIteration:
+            self.exhausted = True
+            raise
+        except BaseException:
+            self.leave()  # else a caller that goes on would take the end of the error for the end of the pass
+            raise
+
+    def _next_of_next_run(self) -> Any:
         if self._left:
             raise DeliveryError(
                 f"this iterator of loader '{self._loader.name}' was left: a later iter() has begun its pass anew, or "
@@ -311,29 +357,15 @@ class _Pass:
             )
         if not self._started:
             self._loader._taas_check_group()
-        try:
-            element = self._next()
-        except StopIteration:
-            self.exhausted = True
-            raise
-        except BaseException:
-            self.leave()  # else a caller that goes on would take the end of the error for the end of the pass
-            raise
-        return self._pinned(element) if self._loader.pin_memory else element
-
-    def _next(self) -> Any:
-        if not self._started:
             self._start()
-        if self._taken == self._steps:
-            raise StopIteration
-        try:
-            element = next(self._elements)
-        except StopIteration:
+        run = self._reader.next_run() if self._reader is not None else None
+        if run is None:
             self._end()
-            raise
-        self._taken += 1
+            raise StopIteration
         self._count()
-        return element
+        self._run_stop = self._taken + len(run)
+        self._run = starmap(call, run)
+        return self.__next__()
 
     def _start(self) -> None:
         loader, delivery = self._loader, self._loader._taas_delivery
@@ -341,15 +373,8 @@ class _Pass:
         loader._taas_begin_anew()
         self._shape = shape = loader._taas_shape()
         self.number_of_pass, self._before = loader._taas_pass, loader._taas_before
-        self._replay = loader._taas_num_epochs is not None and self.number_of_pass >= loader._taas_num_epochs
-        if self._replay:
-            _log.warning(
-                "loader '%s': pass %d replays epoch %d: only %s epoch(s) were prepared. Ask for more units to see new "
-                "elements",
-                *(loader.name, self.number_of_pass + 1, shape.epoch, loader._taas_num_epochs),
-            )
+        is_replay = loader._taas_is_replay(self.number_of_pass, shape.epoch)
         self._reader = PassReader(delivery.feeder_socket, shape, connect_s=delivery.connect_s)
-        self._elements = iter(self._reader)
         self._counters = PassCounters(
             delivery.counters_dir,
             loader=loader.name,
@@ -357,26 +382,26 @@ class _Pass:
             number=next_number(delivery.counters_dir, loader=loader.name, rank=delivery.rank),
             epoch=shape.epoch,
             offset=shape.offset,
-            replay=self._replay,
+            replay=is_replay,
         )
+        self._steps_taken = self._counters.steps
         self._steps = self._reader.num_steps
-        if self._steps == 0:
+
+    def _run_has_ended(self) -> None:
+        """The last element of a run is given: whether it is the pass's last one shows now, not at a next call."""
+        if self._reader is not None and self._taken == self._reader.num_steps:
             self._end()
 
     def _count(self) -> None:
-        reader, counters = self._reader, self._counters
-        if reader is None or counters is None:
-            return
-        counters.count(num_steps=self._taken, num_bytes=reader.num_bytes, wait_s=reader.wait_s)
-        if reader.num_steps is not None and self._taken == reader.num_steps:
-            self._end()
+        if self._reader is not None and self._counters is not None:
+            self._counters.count(num_bytes=self._reader.num_bytes, wait_s=self._reader.wait_s)
 
     def _end(self) -> None:
         """The last element has been given (what calls may never come back, so all is settled here)."""
         if self._reader is None or self._counters is None:
             return
-        self._steps, self._ended = self._taken, True
-        self._counters.count(num_steps=self._taken, num_bytes=self._reader.num_bytes, wait_s=self._reader.wait_s)
+        self._steps = self._taken
+        self._count()
         self._counters.complete()
         if self._shape is not None and self._reader.ending is not None:
             self._loader._taas_known[self._shape.epoch] = self._reader.ending
@@ -387,17 +412,18 @@ class _Pass:
         stood = self.stands_at()
         if stood is not None and not finished:
             self._loader._taas_left(stood)
-        self._elements = iter(())
+        self._run = iter(())
         if self._reader is not None:
             self._reader.close(finished=finished)
             self._reader = None
         if self._counters is not None:
+            self._steps_taken = [0]
             self._counters.close()
             self._counters = None
 
     def leave(self) -> None:
         """End a pass that is not needed any more; the counters keep that it was left."""
-        self._left = not self._ended
+        self._left = self._left or self._steps is None or self._taken < self._steps
         self._close(finished=False)
         self.exhausted = True
 
@@ -416,11 +442,6 @@ class _Pass:
         if self._shape is None or self._reader is None or self._taken == 0:
             return None
         return self._shape.offset + self._taken * self._shape.world_size, self._before + self._taken
-
-    def _pinned(self, element: Any) -> Any:
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return pin_memory(element)  # type: ignore[no-untyped-call]
 
     def __del__(self) -> None:
         self._close(finished=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable
+from itertools import cycle, takewhile
 from typing import Any, TypeAlias
 
 from taas.errors import DeliveryError
-from taas_tasks.shards.lanes import NUM_LANES
+from taas_tasks.shards.lanes import lane_of
 from taas_tasks.shards.reader import ShardSchema, read_lane, read_schema
 from taas_tasks.streams import lane_period, nominal_index
 
@@ -36,17 +38,25 @@ class MappedPart:
         self._lanes: dict[int, Callable[[int], Any]] = {}
         self._file = file
 
-    def find(self, position: int) -> Row | None:
-        """Return where the element at a position of the stream is; None when this part does not hold it."""
-        if not self.start <= position < self.stop:
-            return None
-        number = (position * self._num_streams + self.stream) % NUM_LANES
-        lane = self._lanes.get(number)
-        if lane is None:
-            if number not in self._places:
-                return None
-            lane = self._open(number, position)
-        return lane, (position - self.start) // self._period
+    def holds(self, position: int) -> bool:
+        """Whether the element at a position of the stream is in this part."""
+        return self.start <= position < self.stop and self._lane_of(position) in self._places
+
+    def rows(self, positions: range) -> list[Row]:
+        """Return where the elements at ascending positions of the stream are, up to the first that is not held here."""
+        held = positions[: len(range(positions.start, min(positions.stop, self.stop), positions.step))]
+        period = self._period // math.gcd(self._period, positions.step)  # after so many a lane comes again
+        lanes = [self._lane(position) for position in takewhile(self.holds, held[:period])]
+        held = held[: None if len(lanes) == period else len(lanes)]
+        start, rows_apart = self.start, self._period
+        return list(zip(cycle(lanes), [(position - start) // rows_apart for position in held]))
+
+    def _lane_of(self, position: int) -> int:
+        return lane_of(nominal_index(position, self.stream, self._num_streams))
+
+    def _lane(self, position: int) -> Callable[[int], Any]:
+        number = self._lane_of(position)
+        return self._lanes.get(number) or self._open(number, position)
 
     def _open(self, number: int, position: int) -> Callable[[int], Any]:
         place, length = self._places[number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -58,6 +59,12 @@ def place_of(index: int, *, offset: int, ending: Ending | None, merge: Merge) ->
         return Place(*merge.locate(index), offset)
     wrapped = index % ending.length
     return Place(*merge.locate(wrapped), offset - (index - wrapped))
+
+
+def alive_at(merge: Merge, index: int) -> tuple[int, int | None]:
+    """Return how many streams yield at an index of the epoch, and up to which index (None: as far as is known)."""
+    place = bisect_right(merge.runs, index, key=lambda run: run.index)
+    return len(merge.runs[place - 1].alive), merge.runs[place].index if place < len(merge.runs) else None
 
 
 def next_position(

@@ -27,7 +27,8 @@ def test_a_pass_is_there_from_its_first_moment_on(tmp_path: Path) -> None:
 
 def test_counts_are_read_while_the_pass_is_under_way_and_after_it(tmp_path: Path) -> None:
     counters = new_pass(tmp_path)
-    counters.count(num_steps=5, num_bytes=2**40, wait_s=1.25)
+    counters.steps[0] = 5
+    counters.count(num_bytes=2**40, wait_s=1.25)
     (one,) = read_passes(tmp_path)
     assert (one.num_steps, one.num_bytes, one.wait_s, one.complete) == (5, 2**40, 1.25, False)
     counters.complete()
@@ -39,7 +40,7 @@ def test_counts_survive_a_sigkill(tmp_path: Path) -> None:
     code = (
         "import os, sys, signal; from pathlib import Path; from taas_tasks.delivery.counters import PassCounters;"
         "one = PassCounters(Path(sys.argv[1]), loader='x', rank=0, number=0, epoch=0, offset=0, replay=False);"
-        "one.count(num_steps=7, num_bytes=9, wait_s=0.5); os.kill(os.getpid(), signal.SIGKILL)"
+        "one.steps[0] = 7; one.count(num_bytes=9, wait_s=0.5); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=dict(os.environ), timeout=60)
     assert done.returncode == -signal.SIGKILL

@@ -3,13 +3,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, TypeVar
 
-import pytest
-
 from taas.errors import DeliveryError, StoreUnavailable
 from taas_tasks.delivery.desk import Desk, Drop, Fetch, HandOut, Tell
 from taas_tasks.delivery.parts import Ranks, Segment, lay_out
 from taas_tasks.store.memory import MemoryStore
-from taas_tasks.values import SegmentSizes
+from taas_tasks.values import LoaderPlan, SegmentSizes
 from tests.delivery.support import Prepared
 
 T = TypeVar("T")
@@ -26,11 +24,23 @@ def size_of_part() -> int:
     return lay_out(segments(2)[0], 2**32 - 1).num_bytes
 
 
-def new_desk(found: list[Segment], *, parts: float, fetches: int = 8) -> Desk:
-    """A desk of a host with two ranks whose budget holds so many parts per loader."""
-    names = sorted({one.loader for one in found})
-    cache_bytes = int(size_of_part() * parts) * len(names)
-    desk = Desk(Ranks(0, 2, 2), names, cache_bytes=cache_bytes, host="h", max_fetches=fetches)
+def plan_of(found: list[Segment], name: str, *, units: int | None) -> LoaderPlan:
+    epochs = {one.epoch for one in found if one.loader == name}
+    length = max(one.stop for one in found if one.loader == name)
+    known = units is None
+    return Prepared(
+        MemoryStore(), units=units or length * len(epochs), length=length, name=name, known_length=known
+    ).plan
+
+
+def new_desk(found: list[Segment], *, parts: float, fetches: int = 8, units: int | None = None) -> Desk:
+    """A desk of a host with two ranks whose budget holds so many parts per loader.
+
+    With ``units`` the epochs' lengths are not known beforehand.
+    """
+    plans = {name: plan_of(found, name, units=units) for name in sorted({one.loader for one in found})}
+    cache_bytes = int(size_of_part() * parts) * len(plans)
+    desk = Desk(Ranks(0, 2, 2), plans, cache_bytes=cache_bytes, host="h", max_fetches=fetches)
     for one in found:
         desk.add_segment(one)
     return desk
@@ -49,8 +59,11 @@ def fetch_all(desk: Desk) -> list[int]:
 
 
 def open_and_ask(desk: Desk, connection: int, *, index: int = 0, loader: str = "data") -> None:
-    desk.open(connection, loader=loader, epoch=0, offset=0, index=index)
-    desk.ask(connection, index=index, offset=0)
+    desk.open(connection, loader=loader, epoch=0, offset=0, index=index, asks=[question(index)])
+
+
+def question(position: int, *, stream: int = 0, number: int = 1, offset: int = 0, slot: int | None = None) -> list[int]:
+    return [stream if slot is None else slot, number, stream, position, offset]
 
 
 def handed(desk: Desk) -> list[tuple[int, int]]:
@@ -58,7 +71,7 @@ def handed(desk: Desk) -> list[tuple[int, int]]:
 
 
 def release(desk: Desk, connection: int, n: int) -> None:
-    desk.release(connection, epoch=0, n=n, lanes=2**32 - 1)
+    desk.release(connection, epoch=0, stream=0, n=n, lanes=2**32 - 1)
 
 
 def test_the_first_parts_are_fetched_in_order_before_anyone_asks() -> None:
@@ -94,11 +107,11 @@ def test_a_part_is_kept_for_a_slower_rank_while_the_budget_allows() -> None:
     fetch_all(desk)
     handed(desk)
     release(desk, 1, 0)
-    desk.ask(1, index=32, offset=0)
+    desk.ask(1, asks=[question(32)])
     assert handed(desk) == [(1, 1)]
     release(desk, 1, 1)
     assert of(Drop, desk.decide()) == []  # rank 2 still needs parts 0 (held) and 1
-    desk.ask(2, index=32, offset=0)
+    desk.ask(2, asks=[question(32)])
     assert handed(desk) == [(2, 1)]
 
 
@@ -109,7 +122,7 @@ def test_a_rank_that_waits_gets_its_part_although_another_holds_the_whole_budget
     handed(desk)  # rank 1 holds part 0 and goes nowhere
     open_and_ask(desk, 2, index=64)
     assert fetch_all(desk) == []  # asking ahead does not exceed the budget
-    desk.wait(2)
+    desk.wait(2, slot=0)
     assert fetch_all(desk) == [2]
     assert handed(desk) == [(2, 2)]
 
@@ -120,7 +133,7 @@ def test_a_late_iterator_has_what_was_dropped_fetched_again() -> None:
     assert fetch_all(desk) == [4]
     assert handed(desk) == [(1, 4)]
     open_and_ask(desk, 2)
-    desk.wait(2)
+    desk.wait(2, slot=0)
     assert fetch_all(desk) == [0]
     assert handed(desk) == [(2, 0)]
 
@@ -153,7 +166,7 @@ def test_after_a_finished_pass_the_next_epoch_is_fetched_ahead() -> None:
 def lay_key(epoch: int, n: int) -> Any:
     from taas_tasks.delivery.parts import PartKey
 
-    return PartKey("data", epoch, n, 2**32 - 1)
+    return PartKey("data", epoch, 0, n, 2**32 - 1)
 
 
 def test_each_loader_has_its_own_share_of_the_cache() -> None:
@@ -181,7 +194,7 @@ def test_a_failed_fetch_is_told_to_who_asked_and_tried_again_when_asked_again() 
     (again,) = of(Fetch, actions)
     desk.fetch_failed(again.key, StoreUnavailable("still down"))  # nobody waits for it: it is not tried for ever
     assert desk.decide() == []
-    desk.ask(1, index=0, offset=0)
+    desk.ask(1, asks=[question(0)])
     assert fetch_all(desk) == [0]
     assert handed(desk) == [(1, 0)]
 
@@ -195,22 +208,9 @@ def test_a_loader_that_cannot_be_followed_any_more_answers_every_question_with_t
     assert [one.message["error"]["message"] for one in of(Tell, desk.decide())] == ["the ledger is gone"] * 2
 
 
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_asking_behind_the_end_tells_how_long_the_epoch_is_once_that_is_known(asked_first: bool) -> None:
-    found = segments(2)
-    desk = new_desk(found[:1], parts=3)
-    if asked_first:
-        open_and_ask(desk, 1, index=64)
-        assert of(Tell, desk.decide()) == []
-    desk.add_segment(found[1])
-    if not asked_first:
-        open_and_ask(desk, 1, index=64)
-    assert [one.message for one in of(Tell, desk.decide())] == [{"epoch_length": 64, "padded_length": 64}]
-
-
 def test_a_question_about_the_reach_is_answered_when_the_element_is_there_and_reads_nothing() -> None:
     found = segments(3)
-    desk = new_desk(found[:1], parts=3)
+    desk = new_desk(found[:1], parts=3, units=200)
     desk.look(1, loader="data", epoch=0)
     desk.ask_reach(1, index=40)
     assert of(Tell, desk.decide()) == []
@@ -222,7 +222,7 @@ def test_a_question_about_the_reach_is_answered_when_the_element_is_there_and_re
 
 
 def test_a_question_about_an_epoch_that_never_comes_is_answered_by_their_number() -> None:
-    desk = new_desk(segments(1, epochs=2), parts=3)
+    desk = new_desk(segments(1, epochs=2), parts=3, units=64)
     desk.look(1, loader="data", epoch=2)
     desk.ask_reach(1, index=0)
     assert [one.message for one in of(Tell, desk.decide())] == [{"num_epochs": 2}]
@@ -243,7 +243,7 @@ def test_what_ranks_hold_and_what_is_cached_stays_bounded_in_a_whole_pass() -> N
             taken.append((one.connection, one.segment.n))
             if one.segment.n:
                 release(desk, one.connection, one.segment.n - 1)
-            desk.ask(one.connection, index=32 * (one.segment.n + 1), offset=0)
-            desk.wait(one.connection)
+            desk.ask(one.connection, asks=[question(32 * (one.segment.n + 1))])
+            desk.wait(one.connection, slot=0)
     assert taken == [(rank, n) for n in range(40) for rank in (1, 2)]
     assert largest <= 3.5 * size_of_part()

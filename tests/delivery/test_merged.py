@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,9 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize("num_streams", UNEVEN)
-@pytest.mark.parametrize(("nnodes", "nproc", "remainder"), [(1, 2, "pad"), (2, 4, "drop"), (4, 8, "pad"), (1, 3, "drop")])
+@pytest.mark.parametrize(
+    ("nnodes", "nproc", "remainder"), [(1, 2, "pad"), (2, 4, "drop"), (4, 8, "pad"), (1, 3, "drop")]
+)
 def test_every_rank_gets_the_merges_elements_in_every_epoch(
     store: MemoryStore, tmp_path: Path, num_streams: int, nnodes: int, nproc: int, remainder: str
 ) -> None:

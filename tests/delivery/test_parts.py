@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taas_tasks.delivery.parts import Ranks, Segment, lanes_of, lay_out
-from taas_tasks.delivery.steps import epochs_with_steps, num_steps, place_of
+from taas_tasks.delivery.steps import Ending, epochs_with_steps, num_steps, place_of
 from taas_tasks.plan import epochs_of
 from taas_tasks.store.memory import MemoryStore
+from taas_tasks.streams import Merge
 from tests.delivery.support import Prepared
 
 
@@ -75,10 +76,11 @@ def test_steps_cover_all_elements_or_all_whole_steps(length: int, offset: int, w
 @given(length=st.integers(1, 100), offset=st.integers(0, 99), beyond=st.integers(0, 80))
 def test_padding_beyond_the_shards_is_read_from_the_epochs_start(length: int, offset: int, beyond: int) -> None:
     padded = length + -length % 32
-    place = place_of(padded + beyond, offset=offset, epoch_length=length, padded_length=padded)
-    assert 0 <= place.index < length and place.index == (padded + beyond) % length
-    assert padded + beyond - offset == place.index - place.offset  # the same rank takes it
-    assert place_of(padded - 1, offset=offset, epoch_length=length, padded_length=padded).index == padded - 1
+    ending, merge = Ending(length, padded), Merge(1)
+    place = place_of(padded + beyond, offset=offset, ending=ending, merge=merge)
+    assert 0 <= place.position < length and place.position == (padded + beyond) % length
+    assert padded + beyond - offset == place.position - place.offset  # the same rank takes it
+    assert place_of(padded - 1, offset=offset, ending=ending, merge=merge).position == padded - 1
 
 
 def test_a_last_epoch_without_a_whole_step_is_no_pass_when_dropping() -> None:
