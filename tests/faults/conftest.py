@@ -10,9 +10,11 @@ import pytest
 
 from taas_tasks.store import open_store
 from tests.faults.scene import Scene
+from tests.launch.conftest import make_gang
 from tests.support.faulty_proxy import request_proxy
 from tests.support.s3_server import S3Server
 
+__all__ = ["make_gang"]
 MakeScene = Callable[..., Scene]
 
 
