@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from taas.errors import ObjectMissing
@@ -20,9 +20,9 @@ _THREADS = 8
 class LedgerReader:
     """Follows one loader's ledger. Not for several threads at once.
 
-    A poll asks for the record that comes next in every stream that may have one; while records are found it asks for
-    twice as many of that stream at once, up to 32, so that catching up with a long ledger is quick and waiting costs
-    one request per stream. Streams that have ended, or of which nothing more is certain to be needed, cost none.
+    A poll asks for the record that comes next in every stream that may have one; then for as many at once of a stream
+    as it has found, up to 32, so that catching up with a long ledger is quick and waiting costs one request per stream.
+    Streams that have ended, or of which nothing more is certain to be needed, cost none.
     """
 
     def __init__(self, store: ObjectStore, run: str, loader_plan: LoaderPlan) -> None:
@@ -80,15 +80,17 @@ class LedgerReader:
             StoreError: The store does not answer.
         """
         missed: set[SegmentId] = set()
-        at_once: defaultdict[int, int] = defaultdict(lambda: 1)
+        found: Counter[int] = Counter()
         self._advance()
         while awaited := [segment for segment in self._prefix.awaited() if segment not in missed]:
             if enough is not None and len(self._gained) >= enough:
                 break
-            further = [one for segment in awaited for one in self._prefix.following(segment, at_once[segment[1]])]
-            missed |= self._look([one for one in dict.fromkeys(awaited + further) if one not in missed])
+            wanted = dict.fromkeys(one for segment in awaited for one in self._next(segment, found[segment[1]]))
+            asked = [one for one in wanted if one not in missed]
+            lacking = self._look(asked)
+            missed |= lacking
+            found.update(one[1] for one in asked if one not in lacking)
             self._advance()
-            at_once.update({stream: min(_MAX_AT_ONCE, 2 * at_once[stream]) for _, stream, _ in awaited})
         gained, self._gained = self._gained, []
         return gained
 
@@ -155,6 +157,10 @@ class LedgerReader:
 
     def _key(self, epoch: int, stream: int, n: int) -> str:
         return self._keys.ledger_record(self._plan.loader, epoch, stream, n)
+
+    def _next(self, awaited: SegmentId, found: int) -> list[SegmentId]:
+        """Return what is asked for next of a stream of which a poll has found so many records."""
+        return [awaited, *self._prefix.following(awaited, min(_MAX_AT_ONCE, max(1, found)))]
 
     def _look(self, segments: list[SegmentId]) -> set[SegmentId]:
         """Ask for records that are not there yet; return those that are missing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from taas.errors import RequestError
@@ -107,6 +108,10 @@ class Epochs:
             return len(self.lengths)
         return None if self.length is None else -(-self.units // self.length)
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(self.lengths)]
+
     def length_of(self, epoch: int) -> int | None:
         """Return the elements of ``epoch`` that lie within ``units``."""
         if self.lengths:
@@ -118,7 +123,7 @@ class Epochs:
     def start_of(self, epoch: int) -> int | None:
         """Return the units before ``epoch``."""
         if self.lengths:
-            return sum(self.lengths[:epoch])
+            return self._starts[epoch]
         return None if self.length is None else min(self.units, epoch * self.length)
 
 

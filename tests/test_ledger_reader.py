@@ -142,6 +142,17 @@ def test_a_poll_with_nothing_new_asks_once_for_every_stream_that_may_go_on() -> 
     assert sorted(store.asked) == [KEYS.ledger_record("data", 0, stream, int(stream == 2)) for stream in range(4)]
 
 
+def test_one_new_record_costs_two_requests() -> None:
+    store = CountingStore()
+    reader = reader_of(store, merged_plan(1000, 2))
+    put(store, stream_record(0, 0, 0, start=0, stop=1))
+    reader.poll()
+    put(store, stream_record(0, 0, 1, start=1, stop=2))
+    store.asked.clear()
+    assert [segment(one) for one in reader.poll()] == [(0, 0, 1)]
+    assert sorted(store.asked) == [KEYS.ledger_record("data", 0, *place) for place in [(0, 1), (0, 2), (1, 0)]]
+
+
 def test_streams_that_ended_or_have_all_that_is_certain_cost_no_request() -> None:
     store = CountingStore()
     reader = reader_of(store, merged_plan(9, 3))

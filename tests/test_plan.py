@@ -127,6 +127,9 @@ def test_epochs_of_many_lengths_are_cut_at_the_units(lengths: list[int], data: s
     epochs = plan.epochs_of(units, None, lengths)
     assert sum(epochs.lengths) == units
     assert epochs.lengths[:-1] == tuple(lengths[: len(epochs.lengths) - 1])
+    assert [epochs.start_of(epoch) for epoch in range(len(epochs.lengths) + 1)] == [
+        sum(epochs.lengths[:epoch]) for epoch in range(len(epochs.lengths) + 1)
+    ]
     assert all(epochs.lengths)
 
 

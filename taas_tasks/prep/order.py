@@ -197,8 +197,9 @@ class _Blocks:
         block: int,
         length: int,
         count: int,
+        is_shared: bool,
     ) -> None:
-        self._generator = generator
+        self._generator = generator if is_shared else None  # else nobody draws from it after this epoch
         self._own = _clone(generator)
         self._draw = draw
         self._block = block
@@ -217,6 +218,8 @@ class _Blocks:
         return found
 
     def finish(self) -> None:
+        if self._generator is None:
+            return
         for number in range(len(self._states) - 1, self._count):
             self._get(number)
         self._generator.set_state(self._states[self._count])
@@ -254,16 +257,18 @@ def _random_source(sampler: RandomSampler, draws: _Draws) -> _Source:
     else:
         generator = draws.of(sampler.generator)
     population, length = len(sampler.data_source), sampler.num_samples
+    is_shared = sampler.generator is not None
     if sampler.replacement:
         # one draw of 2**20 gives what torch's many draws of 32 give (a test holds it to that)
         def draw(own: Generator, number: int) -> torch.Tensor:
             size = min(_BLOCK, length - number * _BLOCK)
             return torch.randint(high=population, size=(size,), dtype=torch.int64, generator=own)
 
-        return _Blocks(generator, draw, block=_BLOCK, length=length, count=-(-length // _BLOCK))
+        return _Blocks(generator, draw, block=_BLOCK, length=length, count=-(-length // _BLOCK), is_shared=is_shared)
 
     def permute(own: Generator, number: int) -> torch.Tensor:
         return torch.randperm(population, generator=own)
 
     # torch draws the last, partial permutation also when nothing of it is needed
-    return _Blocks(generator, permute, block=population, length=length, count=length // population + 1)
+    count = length // population + 1
+    return _Blocks(generator, permute, block=population, length=length, count=count, is_shared=is_shared)

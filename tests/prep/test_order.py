@@ -211,3 +211,13 @@ def test_a_sampler_that_raises_is_named_with_its_traceback() -> None:
     with pytest.raises(Exception, match="its sampler raised in epoch 0: KeyError: 'my own fault'") as caught:
         written(MemoryStore(), loader, seed=0, units=10)
     assert 'raise KeyError("my own fault")' in caught.value.fields["traceback"]
+
+
+def test_a_late_epoch_of_a_shuffle_costs_one_permutation_and_not_those_of_all_before_it() -> None:
+    order = RecipeOrder(DataLoader(Indices(2_000_000), batch_size=1, shuffle=True), seed=1)
+    began = time.process_time()
+    first = order.rows(0, 0, 1)
+    one_s = time.process_time() - began
+    began = time.process_time()
+    assert order.rows(100, 0, 1) != first
+    assert time.process_time() - began < 20 * max(one_s, 0.02)
