@@ -21,11 +21,14 @@ from taas.errors import DeliveryError, ObjectMissing, PrepareError
 from taas_tasks.launch.processes import die_with_parent
 from taas_tasks.layout import RunKeys
 from taas_tasks.ledger import read_record
+from taas_tasks.ledger_reader import LedgerReader
 from taas_tasks.plan import owner_of, stream_owner
 from taas_tasks.prep.commit import commit
-from taas_tasks.prep.prepare_program import PrepareInput, prepare_share
-from taas_tasks.prep.program import ProgramInput, leave, run_program
-from taas_tasks.store.base import ObjectInfo, ObjectStore
+from taas_tasks.prep.prepare_program import prepare_share
+from taas_tasks.prep.program import leave, run_program
+from taas_tasks.program_values import PrepareInput, ProgramInput
+from taas_tasks.store.base import Content, ObjectInfo, ObjectStore
+from taas_tasks.streams import MergedProgress
 from taas_tasks.values import LoaderPlan, Plan, ShardRecord
 
 
@@ -47,10 +50,9 @@ def run(given: RepairInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
         DeliveryError: what is made now is not what was committed.
         PrepareError: the elements cannot be made.
     """
-    plan = Plan.model_validate_json(store.get(given.plan)).loaders[given.loader]
-    record_key = RunKeys(given.run).ledger_record(given.loader, given.epoch, given.stream, given.n)
-    record = _record_at(record_key, store)
-    made = _made_again(given, plan, store, folder)
+    plan = Plan.model_validate_json(store.get(given.plan))
+    record = _record(given, given.n, store)
+    made = _made_again(given, plan, store, folder, end=_end_of(given, record, store))
     key = made.record.key if record is None else record.key
     if record is not None:
         _refuse_difference(given, record, made.record)
@@ -60,11 +62,21 @@ def run(given: RepairInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
     return {"key": key}
 
 
-def _record_at(key: str, store: ObjectStore) -> ShardRecord | None:
+def _record(given: RepairInput, n: int, store: ObjectStore) -> ShardRecord | None:
+    """Return the record of a segment of the lost one's stream."""
+    key = RunKeys(given.run).ledger_record(given.loader, given.epoch, given.stream, n)
     try:
         return read_record(store.get(key), key)
     except ObjectMissing:
         return None
+
+
+def _end_of(given: RepairInput, record: ShardRecord | None, store: ObjectStore) -> int | None:
+    """Return where the segment ends in its stream; None where the epoch, or nothing that is known, ends it."""
+    if record is not None:
+        return None if record.last_of_epoch else record.stop
+    following = _record(given, given.n + 1, store)
+    return following.start if following is not None else None
 
 
 # --- the owner's work, seen against a store without the segment ------------------------------------------------------
@@ -86,10 +98,17 @@ class _StoreWithout:
     """A store in which one segment is not committed; what is written for it is caught, then every call ends the caller.
 
     Everything else is the real store's: segments that were not committed either may be committed on the way.
+
+    Args:
+        store: the real one.
+        record_key: of the segment.
+        shard_key: where the producer puts the segment's object.
+        told: objects that are other ones than in the real store.
     """
 
     def __init__(self, store: ObjectStore, *, record_key: str, shard_key: str) -> None:
         self._store, self._record_key, self._shard_key = store, record_key, shard_key
+        self.told: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._shard: bytes | None = None
         self.made: _Made | None = None
@@ -106,7 +125,7 @@ class _StoreWithout:
         self._leave_when_made()
         if key == self._record_key:
             raise ObjectMissing(f"no object has the key {key!r}", key=key)
-        return self._store.get(key)
+        return self.told[key] if key in self.told else self._store.get(key)
 
     def head(self, key: str) -> ObjectInfo | None:
         self._leave_when_made()
@@ -116,10 +135,10 @@ class _StoreWithout:
         self._leave_when_made()
         return (one for one in self._store.list(prefix, start_after=start_after) if one.key != self._record_key)
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
+    def put(self, key: str, data: Content) -> None:
         self._leave_when_made()
         if key == self._shard_key:
-            self._shard = bytes(data)
+            self._shard = b"".join([data] if isinstance(data, (bytes, memoryview)) else data)
         else:
             self._store.put(key, data)
 
@@ -133,14 +152,19 @@ class _StoreWithout:
         raise _Caught
 
 
-def _made_again(given: RepairInput, plan: LoaderPlan, store: ObjectStore, folder: Path) -> _Made:
-    keys, machine = RunKeys(given.run), _owner(given, plan)
+def _made_again(given: RepairInput, plan: Plan, store: ObjectStore, folder: Path, *, end: int | None) -> _Made:
+    loader_plan = plan.loaders[given.loader]
+    keys, machine = RunKeys(given.run), _owner(given, loader_plan)
     place = (given.loader, given.epoch, given.stream, given.n)
     view = _StoreWithout(
         store,
         record_key=keys.ledger_record(*place),
         shard_key=keys.shard(*place, generation=given.generation, machine=machine),
     )
+    if loader_plan.is_merged and end:
+        units = _units_up_to(given, loader_plan, cast(ObjectStore, view), end=end)
+        cut = loader_plan.model_copy(update={"units": units})
+        view.told[given.plan] = plan.model_copy(update={"loaders": {given.loader: cut}}).to_bytes()
     share = PrepareInput.model_validate({**given.model_dump(), "machine": machine})
     with contextlib.suppress(_Caught):
         prepare_share(share, cast(ObjectStore, view), folder)
@@ -156,6 +180,17 @@ def _owner(given: RepairInput, plan: LoaderPlan) -> int:
     if plan.inspection.read_by == "index":
         return owner_of(given.epoch, given.n, machines=plan.machines)
     return stream_owner(given.stream, machines=plan.machines)
+
+
+def _units_up_to(given: RepairInput, plan: LoaderPlan, view: ObjectStore, *, end: int) -> int:
+    """Return how many units need a stream up to ``end`` and no further.
+
+    A stream's segment may end where more of it was not certain to be needed at that time: now more is.
+    """
+    reader = LedgerReader(view, given.run, plan)
+    reader.poll()
+    merged = cast(MergedProgress, reader.merged)
+    return (merged.units_before(given.epoch) or 0) + merged.merge(given.epoch).index_of(given.stream, end - 1) + 1
 
 
 def _refuse_difference(given: RepairInput, record: ShardRecord, made: ShardRecord) -> None:

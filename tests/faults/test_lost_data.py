@@ -113,3 +113,73 @@ def test_a_garbage_record_ends_the_training_with_a_sentence(scene: Scene) -> Non
     with scene.feeding() as host, pytest.raises(DeliveryError, match="data") as caught:
         list(host.loader(0))
     assert key in caught.value.message
+
+
+IN_SEQUENCE = """
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return ({"at": index, "x": torch.randn(64)} for index in range(48))
+
+def make_loader():
+    return DataLoader(Stream(), batch_size=None)
+"""
+
+
+def test_a_lost_segment_of_a_loader_that_is_read_in_sequence_is_read_again_up_to_it(make_scene: MakeScene) -> None:
+    reading = {"kind": "iterable", "order": "sequential", "read_by": "process", "epoch_length": None}
+    scene = make_scene(source=IN_SEQUENCE, inspection=reading)
+    scene.prepare()
+    records, before = scene.records(), scene.objects()
+    for record in (records[1], records[-1]):
+        scene.near.delete(record.key)
+        repair_program.run(scene.repair_input(record, generation=1001), scene.near, scene.folder / "project")
+    assert scene.objects() == before
+
+
+BY_WORKERS = """
+import time
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+class Parts(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        for index in range(info.id, 70, info.num_workers):
+            if info.id != 1 or index < 20:
+                yield {"at": index, "x": torch.randn(64)}
+            elif index == 21:
+                time.sleep(0.3)  # the second worker ends early, and late: the first waits until more of it is certain
+
+def make_loader():
+    return DataLoader(Parts(), batch_size=None, num_workers=2)
+"""
+
+
+def test_lost_segments_of_loader_workers_streams_are_made_again_as_they_were(make_scene: MakeScene) -> None:
+    reading = {
+        "kind": "iterable",
+        "order": "sequential",
+        "read_by": "workers",
+        "num_streams": 2,
+        "num_loader_workers": 2,
+        "epoch_length": None,
+    }
+    scene = make_scene(source=BY_WORKERS, inspection=reading, units=80)
+    scene.prepare()
+    records, shards = scene.records(), scene.objects(f"{KEYS.root}shards/")
+    of_first = [one for one in records if (one.epoch, one.stream) == (1, 0)]
+    assert [(one.start, one.stop) for one in of_first] == [(0, 4), (4, 12), (12, 18), (18, 25)]  # [12, 28) was cut
+    of_second = [one for one in records if (one.epoch, one.stream) == (1, 1) and one.stop > one.start]
+    for record in [records[1], *of_first, of_second[-1]]:
+        scene.near.delete(record.key)
+        repair_program.run(scene.repair_input(record, generation=1001), scene.near, scene.folder / "project")
+        assert scene.near.get(record.key) == shards[record.key], record
+    lost = of_first[2]
+    scene.near.delete(scene.record_key(lost))
+    repair_program.run(scene.repair_input(lost, generation=1001), scene.near, scene.folder / "project")
+    assert [(one.start, one.stop, one.content_digest) for one in scene.records()] == [
+        (one.start, one.stop, one.content_digest) for one in records
+    ]
