@@ -22,6 +22,7 @@ import torch
 
 from taas.errors import DeliveryError, ObjectCorrupt
 from taas_tasks.shards.schema import FORMAT, FORMAT_KEY, SPEC_KEY, Choice, Fields, Leaf, Repeat, Spec, from_json
+from taas_tasks.shards.sparse import from_parts
 from taas_tasks.shards.storage import Storage, is_fixed, storage_of
 
 Get: TypeAlias = Callable[[int], Any]
@@ -237,6 +238,8 @@ def _fields_getter(spec: Fields, gets: list[Get]) -> Get:
         return lambda row: {key: get(row) for key, get in pairs}
     if spec.kind == "ordered":
         return lambda row: collections.OrderedDict((key, get(row)) for key, get in pairs)
+    if spec.kind == "sparse":
+        return lambda row: from_parts(spec.of or "", {str(key): get(row) for key, get in pairs})
     kind = _find_class(spec)
     if spec.kind == "namedtuple":
         return lambda row: kind(*[get(row) for get in gets])

@@ -4,7 +4,7 @@ An element is a tree of dicts, lists, tuples, namedtuples and dataclasses whose 
 and scalars, Python numbers, ``bool``, ``None``, ``str`` and ``bytes``. A *spec* describes the form without the values:
 
     Leaf      a value of one kind; tensors and arrays with a dtype, and a shape unless it differs between elements
-    Fields    a fixed set of children: dict, list, tuple, namedtuple, dataclass
+    Fields    a fixed set of children: dict, list, tuple, namedtuple, dataclass; a sparse tensor's indices and values
     Repeat    a list or tuple whose length differs between elements, its items of one spec
     Choice    what differs between elements in a way that nothing else can hold: each has one of several specs
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from taas.errors import DeliveryError, ElementError
+from taas_tasks.shards.sparse import parts_of
 
 FORMAT = 1
 FORMAT_KEY = b"taas.format"
@@ -47,9 +48,10 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A node with a fixed set of children. ``of`` is the class of a namedtuple or dataclass, as ``module:qualname``."""
+    """A node with a fixed set of children. ``of`` is the class of a namedtuple or dataclass, as ``module:qualname``, or
+    the layout of a sparse tensor, whose children are those of ``taas_tasks.shards.sparse``."""
 
-    kind: Literal["dict", "ordered", "list", "tuple", "namedtuple", "dataclass", "userdict"]
+    kind: Literal["dict", "ordered", "list", "tuple", "namedtuple", "dataclass", "userdict", "sparse"]
     keys: tuple[Key, ...]
     children: tuple[Spec, ...]
     of: str | None = None
@@ -125,7 +127,7 @@ class Describer:
     def _pickled(self, value: Any, path: str) -> Leaf:
         if not self.allow_pickle:
             raise ElementError(
-                f"{path}: {_looks(value)} fits no column; allowed are dense CPU tensors, numpy arrays, numbers, str, "
+                f"{path}: {_looks(value)} fits no column; allowed are CPU tensors, numpy arrays, numbers, str, "
                 "bytes, None, and dicts, lists, tuples, namedtuples and dataclasses of them. Convert it in the dataset "
                 "or in collate_fn, or set allow_pickle: true in the request",
                 path=path,
@@ -184,7 +186,10 @@ def _class_name(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _describe_tensor(_: Describer, value: torch.Tensor, __: str) -> Spec | None:
+def _describe_tensor(describer: Describer, value: torch.Tensor, path: str) -> Spec | None:
+    if (parts := parts_of(value)) is not None:
+        children = describer._children(tuple(parts), tuple(parts.values()), path)
+        return Fields("sparse", tuple(parts), children, str(value.layout).removeprefix("torch."))
     fits = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
     dtype = str(value.dtype).removeprefix("torch.")
     return Leaf("tensor", dtype, tuple(value.shape)) if fits and not value.is_nested else None

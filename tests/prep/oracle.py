@@ -105,7 +105,7 @@ def _plan_of(store: ObjectStore, run: str, loader: str) -> LoaderPlan | None:
 
 
 def merged_stream(store: ObjectStore, run: str, plan: LoaderPlan, *, allow_pickle: bool = False) -> list[Item]:
-    """Return the first ``units`` elements of the streams in torch's order: round after round, ended streams left out."""
+    """Return the ``units`` elements of the streams in torch's order: round after round, ended streams left out."""
     count = plan.inspection.num_streams
     streams = _streams_of(store, run, plan, allow_pickle=allow_pickle)
     merged: list[Item] = []

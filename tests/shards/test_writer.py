@@ -78,7 +78,7 @@ def test_structured_arrays_and_parameters_are_stored() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        torch.eye(3).to_sparse(),
+        torch.ones(3).to_mkldnn(),
         torch.empty(2, device="meta"),
         object(),
         {1, 2},
