@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.delivery.folder_store import folder_store
 from taas_tasks.layout import RunKeys, run_key
 from taas_tasks.plan import epochs_of
 from taas_tasks.project import commit
@@ -27,6 +28,7 @@ from taas_tasks.values import Inspection, LoaderPlan, Plan, SegmentSizes, ShardR
 
 LOADERS = Path(__file__).with_name("prep_loaders.py")
 ReadBy = Literal["index", "workers", "process"]
+Where = StoreConfig | Path
 _LIMIT_S = 120.0
 
 
@@ -211,7 +213,7 @@ def iterate(load: Load, folder: Path) -> Measured:
     (folder / "data.py").write_bytes(LOADERS.read_bytes())
     before, _ = _used()
     started_at = time.time()
-    loader = open_loader(loader_plan(load), folder, open_store_of(None))
+    loader = open_loader(loader_plan(load), folder, folder_store(folder))
     steps, ids = [], []
     elements = iter(loader)
     for done in range(1, load.units + 1):
@@ -222,15 +224,14 @@ def iterate(load: Load, folder: Path) -> Measured:
     return Measured(started_at, steps, used - before, rss, ids=ids)
 
 
-def prepare(config: StoreConfig | None, prepared: Prepared | None, load: Load, machine: int, folder: Path) -> Measured:
-    """Prepare one machine's share; runs in a process of its own. Without a store in this process's memory."""
+def prepare(where: Where, prepared: Prepared, machine: int, folder: Path) -> Measured:
+    """Prepare one machine's share; runs in a process of its own."""
     from taas_tasks.prep.prepare_program import PrepareInput, run
 
     folder.mkdir(parents=True)
-    store = open_store_of(config)
-    prepared = prepared or begin_run(store, load)
+    store = open_where(where)
     given = PrepareInput(
-        store=config or StoreConfig(bucket="none"),
+        store=where if isinstance(where, StoreConfig) else StoreConfig(bucket="none"),
         run=prepared.run,
         run_id=prepared.run,
         project="bench",
@@ -250,11 +251,9 @@ def prepare(config: StoreConfig | None, prepared: Prepared | None, load: Load, m
     return Measured(started_at, steps_of(records), used - before, rss, records)
 
 
-def open_store_of(config: StoreConfig | None) -> ObjectStore:
-    """Return the store, or one in this process's memory."""
-    from taas_tasks.store.memory import MemoryStore
-
-    return MemoryStore() if config is None else open_store(config)
+def open_where(where: Where) -> ObjectStore:
+    """Return the S3 store of a config, or the store in a folder."""
+    return folder_store(where) if isinstance(where, Path) else open_store(where)
 
 
 def records_of(store: ObjectStore, run: str) -> list[ShardRecord]:

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from taas.errors import ElementError
+from taas_tasks.prep.allocation import keep_freed_memory
 from taas_tasks.prep.commit import Committed, Producer, Segment, Times, commit, put_object, put_position, record_of
 from taas_tasks.shards.writer import EncodedShard, encode_segment
 from taas_tasks.store.base import ObjectStore
@@ -56,6 +57,7 @@ class Pipeline:
         self._error: BaseException | None = None
 
     def __enter__(self) -> Pipeline:
+        keep_freed_memory()  # after the loader workers were forked: theirs is the user's affair
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._uploading = ThreadPoolExecutor(1, thread_name_prefix="upload")
         return self
