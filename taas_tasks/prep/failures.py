@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
-from taas.errors import LoaderError
-from taas_tasks.prep.commit import Producer
+from taas.errors import LoaderError, StreamTaken
+from taas_tasks.prep.commit import Producer, Segment
 from taas_tasks.prep.elements import Failure, describe, users_traceback
 from taas_tasks.prep.virtual_workers import Read, WorkerDied
+from taas_tasks.values import ShardRecord
 
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid|exited unexpectedly")
 _NO_ROW = ("None", "[None")  # an iterable's elements are not asked for by index
@@ -43,8 +44,8 @@ def raised_in_stream(failure: Failure, producer: Producer, *, stream: int) -> Lo
     """Return the error for an element of a loader worker's stream at which the user's code raised."""
     row = "" if failure.row.startswith(_NO_ROW) else f"dataset indices {failure.row}, "
     return LoaderError(
-        f"loader {producer.loader!r} raised {failure.error} in loader worker {stream}, at element {failure.index} of its"
-        f" stream in epoch {failure.epoch} ({row}on {producer.host})",
+        f"loader {producer.loader!r} raised {failure.error} in loader worker {stream}, at element {failure.index} of"
+        f" its stream in epoch {failure.epoch} ({row}on {producer.host})",
         loader=producer.loader,
         epoch=failure.epoch,
         stream=stream,
@@ -81,6 +82,21 @@ def timed_out(timeout_s: float, awaited: list[tuple[int, Read]], producer: Produ
         epoch=read.epoch,
         stream=stream,
         position=read.position,
+        host=producer.host,
+    )
+
+
+def stream_taken(segment: Segment, there: ShardRecord, producer: Producer) -> StreamTaken:
+    """Return the error for a segment of a stream that another try committed otherwise."""
+    return StreamTaken(
+        f"loader {producer.loader!r}: segment {segment.n} of stream {segment.stream} in epoch {segment.epoch} was"
+        f" committed by {there.host} (machine {there.machine}, try {there.generation}) as elements [{there.start},"
+        f" {there.stop}) and differs from what {producer.host} read, [{segment.start}, {segment.stop}): another try"
+        " reads the same stream, or the loader is not deterministic. A retry reads on behind what is committed",
+        loader=producer.loader,
+        epoch=segment.epoch,
+        stream=segment.stream,
+        n=segment.n,
         host=producer.host,
     )
 

@@ -24,6 +24,7 @@ from taas_tasks.prep.elements import ElementDataset, Failure, Task, loader_of_ta
 from taas_tasks.prep.failures import raised_at, raised_while_waiting
 from taas_tasks.prep.order import Order, RecipeOrder, is_recipe
 from taas_tasks.prep.order_chunks import ChunkOrder, write_order
+from taas_tasks.prep.probe_streams import Probed, probe_streams
 from taas_tasks.prep.seeding import seed_start
 from taas_tasks.shards.writer import EncodedShard, encode_segment
 from taas_tasks.store.base import ObjectStore
@@ -79,12 +80,17 @@ def inspect_loader(
     warnings = _length_warnings(found, claimed, units) + _pickle_warnings(shard)
     warnings += _sequence_warnings(loader, randomness) if found.read_by == "process" else []
     warnings += sample.compare(shard, producer, randomness)
+    probed = Probed(is_shared=True, has_position=False, warnings=[])
+    if found.read_by == "workers" and found.order is None:
+        probed = probe_streams(open_it, producer=producer, seed=seed)
     return Inspection(
         loader=producer.loader,
         kind="iterable" if isinstance(loader.dataset, IterableDataset) else "map",
         order=found.kind,
         read_by=found.read_by,
         num_streams=found.num_streams,
+        is_shared=probed.is_shared,
+        has_position=probed.has_position,
         base_seeds=found.base_seeds if found.read_by == "workers" else [],
         epoch_length=found.epoch_length,
         epoch_lengths=found.epoch_lengths,
@@ -97,7 +103,7 @@ def inspect_loader(
         sampled_elements=len(sample.elements),
         order_chunk_elements=found.chunk_elements,
         order_num_epochs=found.num_epochs,
-        warnings=warnings,
+        warnings=warnings + probed.warnings,
         versions=versions(),
     )
 

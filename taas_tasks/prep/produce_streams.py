@@ -17,12 +17,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from taas.errors import LoaderError, ObjectMissing, StreamTaken, TaasError
+from taas.errors import LoaderError, ObjectMissing, TaasError
 from taas_tasks.ledger_reader import LedgerReader
 from taas_tasks.plan import stream_owner
 from taas_tasks.prep.commit import Committed, Producer, Segment
 from taas_tasks.prep.elements import Failure
-from taas_tasks.prep.failures import died, raised_in_stream, raised_while_waiting, timed_out
+from taas_tasks.prep.failures import died, raised_in_stream, raised_while_waiting, stream_taken, timed_out
 from taas_tasks.prep.pipeline import Pipeline
 from taas_tasks.prep.produce import Abort, Tally
 from taas_tasks.prep.stream_reading import Stream
@@ -273,18 +273,9 @@ class _Streams:
         return self._pipeline
 
     def _on_commit(self, segment: Segment, committed: Committed) -> None:
-        there, mine = committed.record, segment
+        there = committed.record
         self._tally.count(committed)
         self._committed.set()
-        is_same = (there.start, there.stop, there.last_of_epoch) == (mine.start, mine.stop, mine.last_of_epoch)
-        if committed.differs or not is_same:
-            raise StreamTaken(
-                f"loader {self._plan.loader!r}: segment {mine.n} of stream {mine.stream} in epoch {mine.epoch} was"
-                f" committed by {there.host} (machine {there.machine}, try {there.generation}) as [{there.start},"
-                f" {there.stop}), and differs from what {self._producer.host} read, [{mine.start}, {mine.stop}): another try reads the same stream, or the loader is not deterministic. A retry"
-                " reads on behind what is committed",
-                loader=self._plan.loader,
-                epoch=mine.epoch,
-                stream=mine.stream,
-                n=mine.n,
-            )
+        mine = (segment.start, segment.stop, segment.last_of_epoch)
+        if committed.differs or (there.start, there.stop, there.last_of_epoch) != mine:
+            raise stream_taken(segment, there, self._producer)

@@ -124,13 +124,14 @@ def failure_at(read: Read, error: str, traceback: str) -> Failure:
     return Failure(read.epoch, read.position, repr(read.row)[:_SHOWN_CHARS], error, traceback)
 
 
-class _Start:
+class ShowsUsersDataset:
     """A ``worker_init_fn`` that shows the user's dataset in ``get_worker_info()``, then calls the user's own."""
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self._users = users
 
     def __call__(self, worker_id: int) -> None:
+        """Runs in a loader worker, before it reads."""
         info = torch_worker._worker_info
         if info is not None and isinstance(info.dataset, StreamDataset):
             torch_worker._worker_info = dataclasses.replace(info, dataset=info.dataset.dataset)
@@ -187,7 +188,7 @@ class VirtualWorker:
             *(_DatasetKind.Map, dataset or StreamDataset(loader, position=position)),
             *(self._tasks, self._results, self._done),
             *(False, as_is, False),
-            *(base_seed, start or _Start(loader.worker_init_fn), stream, loader.num_workers),
+            *(base_seed, start or ShowsUsersDataset(loader.worker_init_fn), stream, loader.num_workers),
             *(loader.persistent_workers, None),
         )
         self._process = context.Process(target=torch_worker._worker_loop, args=arguments, daemon=True)
