@@ -10,7 +10,7 @@ Read inside tasks, triggers (in a thread) and the api-server, never while a DAG 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +18,14 @@ from typing import Any, Protocol
 from taas.errors import LaunchError, StoreRefused
 from taas.flavors import Flavor, load_flavors
 from taas_tasks.compute.inventory import Inventory
+from taas_tasks.store.credentials import Keys
 from taas_tasks.values import StoreConfig
 
 STORE_CONNECTION = "taas_store"
 INVENTORY_VARIABLE = "taas_inventory"
 FLAVORS_VARIABLE = "taas_flavors_file"
 
+_KEYS_FILE = "store-keys.json"
 _STORE_EXTRAS = ("endpoint_url", "public_endpoint_url", "bucket", "prefix", "region", "session_token")
 
 
@@ -62,6 +64,21 @@ def store_config(connection: ConnectionLike) -> StoreConfig:
     return StoreConfig(access_key=connection.login or None, secret_key=connection.password or None, **extra)
 
 
+def as_on_hosts(store: StoreConfig) -> StoreConfig:
+    """Return the store as a job on a host is told it: session credentials lie in a file, where they are renewed."""
+    if store.session_token is None:
+        return store
+    keys: dict[str, str | None] = {"access_key": None, "secret_key": None, "session_token": None}
+    return store.model_copy(update={**keys, "credentials_path": f"{{job}}/{_KEYS_FILE}"})
+
+
+def key_files(store: StoreConfig) -> dict[str, str]:
+    """Return the file that ``as_on_hosts`` names, if it names one."""
+    if store.session_token is None:
+        return {}
+    return {_KEYS_FILE: store.model_dump_json(include={"access_key", "secret_key", "session_token"})}
+
+
 def read_store_config() -> StoreConfig:
     """Read the store's connection.
 
@@ -78,6 +95,27 @@ def read_store_config() -> StoreConfig:
             f"Airflow has no connection {STORE_CONNECTION!r}: {error}; add one of type aws whose extra names the bucket"
         ) from error
     return store_config(connection)
+
+
+class ConnectionKeys:
+    """The keys of the store's connection, read again when they have expired: for what outlives session credentials."""
+
+    def __init__(self, store: StoreConfig, *, read: Callable[[], StoreConfig]) -> None:
+        self._keys = _keys_of(store)
+        self._read = read
+
+    def keys(self) -> Keys:
+        """Return the keys as they were last read."""
+        return self._keys
+
+    def await_others(self, expired: Keys) -> bool:
+        """Return whether the connection has other keys by now."""
+        self._keys = _keys_of(self._read())
+        return self._keys != expired
+
+
+def _keys_of(store: StoreConfig) -> Keys:
+    return Keys(store.access_key or "", store.secret_key or "", store.session_token)
 
 
 def _variable(name: str) -> str | None:

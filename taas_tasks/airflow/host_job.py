@@ -207,17 +207,18 @@ def program_spec(
     *,
     module: str,
     input_json: str,
+    files: Mapping[str, str],
     env: Mapping[str, str],
     owner: str,
     timeout_s: float,
 ) -> JobSpec:
-    """Return the job that runs one of our programs on a host; its input travels in a 0600 file."""
+    """Return the job that runs one of our programs on a host; its input and ``files`` travel as 0600 files."""
     return JobSpec(
         job_id=job.job_id,
         owner=owner,
         argv=[host.python, "-m", module, "{job}/input.json"],
         env={"PYTHONUNBUFFERED": "1", **host.env, **env},
-        files={"input.json": input_json},
+        files={**files, "input.json": input_json},
         timeout_s=timeout_s,
         lease_s=LEASE_S,
         slots_owner=job.job_id,

@@ -12,7 +12,7 @@ from airflow.sdk.exceptions import TaskDeferred
 from pydantic import BaseModel
 
 from taas.errors import HostUnreachable, JobFailed, JobLost, JobTimeout, RunCancelled, TaasError
-from taas_tasks.airflow.deployment import Deployment, read_deployment
+from taas_tasks.airflow.deployment import Deployment, key_files, read_deployment
 from taas_tasks.airflow.host_job import HostJob, Wanted, program_spec
 from taas_tasks.airflow.job_watch import JobWatch, Look, next_step, went_well
 from taas_tasks.airflow.scope import Scope, note_start, scope_of
@@ -184,6 +184,7 @@ class HostJobTask:
                 env=env,
                 module=order.module,
                 input_json=order.inputs(placement, node_rank).model_dump_json(),
+                files=key_files(work.deployment.store),
                 owner=work.scope.owner,
                 timeout_s=order.timeout_s,
             )

@@ -78,6 +78,7 @@ class JobWatch:
         jobs: the log is the first one's.
         owner: who we are; a job of another owner is looked at, never touched.
         log_offset: where to read on in the log.
+        fresh_files: gives input files of the jobs as they are now, each time that the leases are renewed.
     """
 
     transports: Mapping[str, Transport]
@@ -85,6 +86,7 @@ class JobWatch:
     owner: str
     log_offset: int = 0
     clock: Callable[[], float] = time.monotonic
+    fresh_files: Callable[[], Mapping[str, str]] = dict
     _renewed_at: float | None = None
     _failed_at: float | None = None
     _answered_at: dict[str, float] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class JobWatch:
         """Return the states of all jobs now; renews the leases when that is due."""
         now = self.clock()
         due = self._renewed_at is None or now - self._renewed_at >= _RENEW_EVERY_S
-        states = self._on_each(self._renew if due else on_host.state)
+        states = self._on_each(self._renewal() if due else on_host.state)
         if due and None not in states:
             self._renewed_at = now
         for job, state in zip(self.jobs, states, strict=True):
@@ -149,8 +151,13 @@ class JobWatch:
         """Reap what jobs without a supervisor left; the others are only looked at."""
         return self._on_each(on_host.declare_lost)
 
-    def _renew(self, transport: Transport, job_id: str) -> JobState:
-        return on_host.renew(transport, job_id, lease_s=LEASE_S, owner=self.owner)
+    def _renewal(self) -> Callable[[Transport, str], JobState]:
+        files = self.fresh_files()
+
+        def renew(transport: Transport, job_id: str) -> JobState:
+            return on_host.renew(transport, job_id, lease_s=LEASE_S, owner=self.owner, files=files)
+
+        return renew
 
     def _on_each(self, do: Callable[[Transport, str], JobState]) -> list[JobState | None]:
         def one(job: PlacedJob) -> JobState | None:

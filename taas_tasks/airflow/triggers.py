@@ -13,8 +13,8 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from taas.errors import StoreUnavailable, TaasError
-from taas_tasks.airflow.deployment import read_inventory, read_store_config
+from taas.errors import StoreRefused, StoreUnavailable, TaasError
+from taas_tasks.airflow.deployment import ConnectionKeys, key_files, read_inventory, read_store_config
 from taas_tasks.airflow.gate_watch import GateWatch
 from taas_tasks.airflow.host_job import Wanted, owner_by_host, take_hosts
 from taas_tasks.airflow.job_watch import JobWatch, Look, next_step
@@ -22,7 +22,7 @@ from taas_tasks.airflow.scope import Scope, num_stopped, read_offset, task_state
 from taas_tasks.compute import jobs as on_host
 from taas_tasks.compute.inventory import Inventory, open_transport
 from taas_tasks.store import open_store
-from taas_tasks.values import PlacedJob, Placement
+from taas_tasks.values import PlacedJob, Placement, StoreConfig
 
 _LOOK_EVERY_S = 1.0
 _LOOK_LATER_EVERY_S = 3.0
@@ -101,6 +101,10 @@ class TaskTrigger(BaseTrigger):
     def inventory(self) -> Inventory:
         """Return the hosts of this site."""
         return read_inventory()
+
+    def store_config(self) -> StoreConfig:
+        """Return where the store is, with the keys as they are now."""
+        return read_store_config()
 
     def num_stopped(self) -> int:
         """Return how many instances of the tasks that can stop us are in a state that does."""
@@ -208,7 +212,16 @@ class HostJobTrigger(TaskTrigger):
     def _open(self) -> JobWatch:
         inventory = self.inventory()
         transports = {job.host: open_transport(inventory.host(job.host)) for job in self.jobs}
-        return JobWatch(transports=transports, jobs=self.jobs, owner=self.scope.owner)
+        owner = self.scope.owner
+        return JobWatch(transports=transports, jobs=self.jobs, owner=owner, fresh_files=self._fresh_files)
+
+    def _fresh_files(self) -> dict[str, str]:
+        """Return the store's session credentials as they are now: the jobs may have begun with earlier ones."""
+        try:
+            return key_files(self.store_config())
+        except StoreRefused as error:
+            self.log.warning("%s", error)
+            return {}
 
     async def _show(self, watch: JobWatch, *, last: bool = False) -> None:
         lines = await asyncio.to_thread(watch.new_lines)
@@ -285,4 +298,6 @@ class GateTrigger(TaskTrigger):
 
     def open_watch(self) -> GateWatch:
         """Return what looks at the run's ledgers."""
-        return GateWatch.of_run(open_store(read_store_config()), self.scope.run)
+        config = self.store_config()
+        credentials = None if config.session_token is None else ConnectionKeys(config, read=self.store_config)
+        return GateWatch.of_run(open_store(config, credentials=credentials), self.scope.run)

@@ -254,7 +254,7 @@ def state(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def renew(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
-    """Move the lease's end; by another than the owner only with ``adopt``, which makes him the owner."""
+    """Move the lease's end, rewrite files; by another than the owner only with ``adopt``, which makes him the owner."""
     folder = host.job(payload.get("job_id"))
     lease_s = asked.number(payload, "lease_s")
     if not folder.exists():
@@ -264,6 +264,7 @@ def renew(host: _Host, payload: dict[str, Any]) -> dict[str, Any]:
         owner = payload.get("owner") or current["owner"]
         if current["phase"] in LIVE and (owner == current["owner"] or payload.get("adopt")):
             _write_lease(folder, owner=owner, lease_s=lease_s)
+            ps.rewrite(folder, payload.get("files") or {})
         return _state(folder)
 
 

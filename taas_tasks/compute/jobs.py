@@ -42,13 +42,19 @@ def log(transport: Transport, job_id: str, *, offset: int = 0, limit: int = 6553
 
 
 def renew(
-    transport: Transport, job_id: str, *, lease_s: float, owner: str | None = None, adopt: bool = False
+    transport: Transport,
+    job_id: str,
+    *,
+    lease_s: float,
+    owner: str | None = None,
+    adopt: bool = False,
+    files: Mapping[str, str] | None = None,
 ) -> JobState:
-    """Move the end of the lease to ``lease_s`` from now.
+    """Move the end of the lease to ``lease_s`` from now, and replace ``files`` that the job was started with.
 
     Another than the owner moves nothing (the state names the owner), unless he adopts the job.
     """
-    payload = {"job_id": job_id, "lease_s": lease_s, "owner": owner, "adopt": adopt}
+    payload = {"job_id": job_id, "lease_s": lease_s, "owner": owner, "adopt": adopt, "files": dict(files or {})}
     return JobState.model_validate(transport.call("renew", payload))
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +82,14 @@ def unlock(fd: int) -> None:
     """Release a lock, also where a fork has copied the descriptor."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
+
+
+def rewrite(folder: Path, files: Mapping[str, str]) -> None:
+    """Replace input files of a job that it has not yet scrubbed; names that it was not started with are passed over."""
+    known = read_json(folder / "spec.json").get("files", {})
+    for name in known:
+        if name in files and (folder / name).exists():
+            write_text(folder / name, files[name])
 
 
 def scrub(folder: Path, files: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from taas.errors import StoreRefused
 
@@ -22,6 +23,16 @@ class Keys:
     access_key: str
     secret_key: str
     session_token: str | None = None
+
+
+class KeySource(Protocol):
+    """Keys that are renewed. Safe to use from several threads."""
+
+    def keys(self) -> Keys:
+        """Return the keys as they are now."""
+
+    def await_others(self, expired: Keys) -> bool:
+        """Return whether there are other keys than the expired ones, perhaps after waiting for them."""
 
 
 class CredentialsFile:

@@ -20,7 +20,7 @@ from botocore.handlers import add_expect_header
 from taas.errors import ObjectMissing, StoreError, StoreRefused, StoreUnavailable
 from taas_tasks.store.answers import EXPIRED_CODES, Retries, error_for
 from taas_tasks.store.base import Content, ObjectInfo
-from taas_tasks.store.credentials import CredentialsFile
+from taas_tasks.store.credentials import CredentialsFile, KeySource
 from taas_tasks.store.files import write_then_move
 from taas_tasks.store.http_reader import HttpReader
 from taas_tasks.store.http_writer import HttpWriter
@@ -47,20 +47,29 @@ _NO_CREDENTIALS = (
 class S3Store:
     """Objects of one bucket below one prefix. Safe to use from several threads; open one per process."""
 
-    def __init__(self, config: StoreConfig, *, retries: Retries | None = None, num_connections: int = 32) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        retries: Retries | None = None,
+        num_connections: int = 32,
+        credentials: KeySource | None = None,
+    ) -> None:
         """Prepare; nothing connects before the first use.
 
         Args:
             config: where the store is. Without keys boto3's own chain finds (and refreshes) the credentials.
             retries: how often a request that met a 503, SlowDown or a cut connection is tried.
             num_connections: connections kept open; as many as threads that write.
+            credentials: renewed keys that win over those of ``config``.
         """
         self._config = config
         self._bucket = config.bucket
         self._prefix = config.prefix.strip("/") + "/" if config.prefix.strip("/") else ""
         self._retries = retries or Retries()
         self._num_connections = num_connections
-        self._file = CredentialsFile(Path(config.credentials_path)) if config.credentials_path else None
+        path = config.credentials_path
+        self._renewed = credentials or (CredentialsFile(Path(path)) if path else None)
 
     @cached_property
     def _client(self) -> S3Client:
@@ -93,8 +102,8 @@ class S3Store:
         core = botocore.session.Session()
         core.register_component("data_loader", _api_descriptions())
         session = boto3.session.Session(botocore_session=core, region_name=self._config.region, **self._given_keys())
-        if self._file is not None:
-            core.get_component("credential_provider").insert_before("env", _FileProvider(self._file))
+        if self._renewed is not None:
+            core.get_component("credential_provider").insert_before("env", _RenewedProvider(self._renewed))
         config = Config(
             signature_version="s3v4",
             s3={"addressing_style": "path" if endpoint_url else "auto"},
@@ -113,7 +122,7 @@ class S3Store:
         return client
 
     def _given_keys(self) -> dict[str, str | None]:
-        if self._file is not None:
+        if self._renewed is not None:
             return {}
         config = self._config
         return {
@@ -127,14 +136,14 @@ class S3Store:
 
     def _call(self, key: str, call: Callable[[], T]) -> T:
         """Return what ``call`` returns; do it again when the credentials expired meanwhile and were renewed."""
-        if self._file is None:
+        if self._renewed is None:
             return self._told(key, call)
         while True:
-            used = self._file.keys()
+            used = self._renewed.keys()
             try:
                 return self._told(key, call)
             except StoreRefused as error:
-                if error.fields.get("code") not in EXPIRED_CODES or not self._file.await_others(used):
+                if error.fields.get("code") not in EXPIRED_CODES or not self._renewed.await_others(used):
                     raise
 
     def _told(self, key: str, call: Callable[[], T]) -> T:
@@ -285,27 +294,27 @@ class S3Store:
 
 
 class _RenewedCredentials(Credentials):
-    """botocore's view of a credentials file: asked at each signature."""
+    """botocore's view of keys that are renewed: asked at each signature."""
 
-    def __init__(self, file: CredentialsFile) -> None:
-        self._file = file
-        keys = file.keys()
+    def __init__(self, source: KeySource) -> None:
+        self._source = source
+        keys = source.keys()
         super().__init__(keys.access_key, keys.secret_key, keys.session_token)
 
     def get_frozen_credentials(self) -> ReadOnlyCredentials:
-        keys = self._file.keys()
+        keys = self._source.keys()
         return ReadOnlyCredentials(keys.access_key, keys.secret_key, keys.session_token)
 
 
-class _FileProvider(CredentialProvider):
-    METHOD = CANONICAL_NAME = "taas-file"
+class _RenewedProvider(CredentialProvider):
+    METHOD = CANONICAL_NAME = "taas-renewed"
 
-    def __init__(self, file: CredentialsFile) -> None:
+    def __init__(self, source: KeySource) -> None:
         super().__init__()
-        self._file = file
+        self._source = source
 
     def load(self) -> Credentials:
-        return _RenewedCredentials(self._file)
+        return _RenewedCredentials(self._source)
 
 
 @cache

@@ -7,13 +7,18 @@ import dataclasses
 import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from taas_tasks.airflow import triggers
+from taas_tasks.airflow.deployment import ConnectionKeys, as_on_hosts, key_files
 from taas_tasks.airflow.scope import Scope
 from taas_tasks.airflow.triggers import GateTrigger, HostJobTrigger, HostsTrigger
+from taas_tasks.compute import jobs
+from taas_tasks.layout import HostPaths
 from taas_tasks.store.memory import MemoryStore
+from taas_tasks.values import StoreConfig
 from tests.airflow.hosts import GOOD, host_job, inventory, pids, shell, stop_everything
 
 BASE = {
@@ -58,6 +63,7 @@ class Airflow:
         self.state = state
         self.num_stopped = 0
         self.offset = 0
+        self.store = StoreConfig(bucket="b", access_key="a", secret_key="k")
 
     def trigger(self, kind, **kwargs):
         airflow = self
@@ -65,6 +71,9 @@ class Airflow:
         class Told(kind):
             def inventory(self):
                 return airflow.hosts
+
+            def store_config(self):
+                return airflow.store
 
             def num_stopped(self):
                 return airflow.num_stopped
@@ -124,6 +133,51 @@ def test_event_when_the_job_is_over_and_its_log_was_shown(hosts, capsys):
     assert event["status"] == "ended"
     assert shown(capsys) == ["one", "two", "three"]
     assert airflow.offset == len(b"one\ntwo\nthree")
+
+
+def test_jobs_are_given_session_credentials_anew_and_those_of_other_jobs_nothing(hosts):
+    airflow = Airflow(hosts)
+    old, airflow.store = (
+        StoreConfig(bucket="b", access_key=name, secret_key="k", session_token="t") for name in ("old", "new")
+    )
+    wait = f"until grep -q new store-keys.json; do sleep 0.1; done; stat -c %a store-keys.json; {GOOD}"
+    job = host_job(hosts, MemoryStore(), num_hosts=2)
+    placement = job.place(job.find()[1])
+    plain = shell(f"sleep 1; test ! -e store-keys.json; {GOOD}")
+
+    def spec(node_rank, placed):
+        files = key_files(old) if node_rank == 0 else {}
+        return (shell(wait) if node_rank == 0 else plain)(0, placed).model_copy(update={"files": files})
+
+    job.start(placement, spec)
+    event = asyncio.run(first_event(follow(airflow, placement)))
+    assert event["status"] == "ended"
+    assert all(jobs.failure(state, host="") is None for state in job.watch(placement).look().states)
+    folder = HostPaths(Path(hosts.host(placement.jobs[0].host).root)).job(placement.jobs[0].job_id)
+    assert (folder / "log").read_text() == "600\n"
+    assert not (folder / "store-keys.json").exists()
+
+
+def test_a_store_with_session_credentials_is_told_to_jobs_by_a_file():
+    store = StoreConfig(bucket="b", access_key="a", secret_key="k", session_token="t")
+    told = as_on_hosts(store)
+    assert told.credentials_path == "{job}/store-keys.json"
+    assert not {"a", "k", "t"} & {told.access_key, told.secret_key, told.session_token}
+    assert json.loads(key_files(store)["store-keys.json"]) == {
+        "access_key": "a", "secret_key": "k", "session_token": "t",
+    }  # fmt: skip
+    lasting = StoreConfig(bucket="b", access_key="a", secret_key="k")
+    assert as_on_hosts(lasting) is lasting and key_files(lasting) == {}
+
+
+def test_keys_of_the_connection_are_read_again_when_they_expired():
+    store = StoreConfig(bucket="b", access_key="a", secret_key="k", session_token="t")
+    now = [store]
+    source = ConnectionKeys(store, read=lambda: now[0])
+    first = source.keys()
+    assert not source.await_others(first)
+    now[0] = store.model_copy(update={"session_token": "u"})
+    assert source.await_others(first) and source.keys().session_token == "u"
 
 
 def test_restarted_triggerer_does_not_show_the_log_again(hosts, capsys):
