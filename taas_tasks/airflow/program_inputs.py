@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from taas_tasks.airflow.deployment import as_on_hosts
 from taas_tasks.compute.inventory import Host
 from taas_tasks.values import LaunchPlan, PinnedRequest, Placement, StoreConfig, Value
 
@@ -56,7 +57,7 @@ class AgentInput(ProgramInput):
 def common_input(store: StoreConfig, pinned: PinnedRequest, placement: Placement, host: Host) -> dict[str, Any]:
     """Return the fields that every input has."""
     return {
-        "store": store,
+        "store": as_on_hosts(store),
         "run": pinned.run,
         "run_id": pinned.run_id,
         "project": pinned.request.project,
