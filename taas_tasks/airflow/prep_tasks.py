@@ -11,8 +11,9 @@ from taas.errors import TaasError
 from taas.flavors import PREP_FLAVOR
 from taas.request import TrainRequest
 from taas_tasks.airflow.host_job_task import HostJobTask, Order, Work, hosts_of
-from taas_tasks.airflow.program_inputs import InspectInput, PrepareInput, common_input
+from taas_tasks.airflow.program_inputs import common_input
 from taas_tasks.airflow.secret_values import resolve_secrets
+from taas_tasks.program_values import InspectInput, PrepareInput
 from taas_tasks.values import Inspection, PinnedRequest, Placement
 
 _log = logging.getLogger(__name__)

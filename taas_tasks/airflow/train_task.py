@@ -6,9 +6,10 @@ from typing import NoReturn
 
 from taas.errors import JobTimeout, LaunchError, RankFailed, TaasError
 from taas_tasks.airflow.host_job_task import HostJobTask, Order, Work, hosts_of
-from taas_tasks.airflow.program_inputs import AgentInput, common_input
+from taas_tasks.airflow.program_inputs import common_input
 from taas_tasks.airflow.secret_values import resolve_secrets
 from taas_tasks.compute.inventory import Host
+from taas_tasks.program_values import AgentInput
 from taas_tasks.values import LaunchPlan, PinnedRequest, Placement, Plan
 from taas_tasks.verdict import gather, launch_error
 

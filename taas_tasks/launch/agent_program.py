@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from taas.errors import LaunchError, RunCancelled, TaasError
 from taas_tasks.launch.files import write_json
-from taas_tasks.launch.node import AgentInput, Node
+from taas_tasks.launch.node import Node
+from taas_tasks.program_values import AgentInput
 from taas_tasks.store import ObjectStore, open_store
 
 _log = logging.getLogger(__name__)

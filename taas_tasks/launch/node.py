@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from taas.errors import DeliveryError, LaunchError, RunCancelled, TaasError
 from taas_tasks.artifacts import stage
@@ -24,32 +24,14 @@ from taas_tasks.launch.outcome import NodeLedger
 from taas_tasks.launch.processes import MARK, end_marked
 from taas_tasks.launch.watch import StopReason, Watch
 from taas_tasks.layout import HostPaths, RunKeys
+from taas_tasks.program_values import AgentInput
 from taas_tasks.project import materialise
 from taas_tasks.store import ObjectStore
-from taas_tasks.values import LaunchPlan, NodeResult, StoreConfig, Value
+from taas_tasks.values import NodeResult
 
 _log = logging.getLogger(__name__)
 
 PREFLIGHT_TIMEOUT_S = 120.0
-
-
-class AgentInput(Value):
-    """The node agent's input."""
-
-    store: StoreConfig
-    run: str
-    run_id: str
-    project: str
-    snapshot: str
-    generation: int
-    host: str
-    host_root: str
-    launch_plan: LaunchPlan
-    node_rank: int
-    address: str = "127.0.0.1"
-    env: dict[str, str] = {}
-    secrets: dict[str, str] = {}
-    version: Literal[1] = 1
 
 
 class Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -12,22 +12,10 @@ from taas_tasks.layout import RunKeys
 from taas_tasks.prep.commit import Producer
 from taas_tasks.prep.inspect_loader import inspect_loader
 from taas_tasks.prep.opening import open_loader
-from taas_tasks.prep.program import ProgramInput, leave, run_program
+from taas_tasks.prep.program import leave, run_program
+from taas_tasks.program_values import InspectInput
 from taas_tasks.project import materialise
 from taas_tasks.store.base import ObjectStore
-
-
-class InspectInput(ProgramInput):
-    """What to inspect. ``units``: elements asked for; a sampler of the user's is run for so many."""
-
-    loader: str
-    source: str | None = None
-    payload: str | None = None
-    sha256: str | None = None
-    seed: int
-    randomness: Literal["element", "exact"]
-    units: int
-    allow_pickle: bool = False
 
 
 def run(given: InspectInput, store: ObjectStore, folder: Path) -> dict[str, Any]:

@@ -16,21 +16,13 @@ from taas_tasks.prep.order import Order, RecipeOrder
 from taas_tasks.prep.order_chunks import ChunkOrder
 from taas_tasks.prep.produce import produce
 from taas_tasks.prep.produce_streams import produce_streams
-from taas_tasks.prep.program import ProgramInput, leave, run_program
+from taas_tasks.prep.program import leave, run_program
 from taas_tasks.prep.sequential import produce_in_sequence
 from taas_tasks.prep.stream_starts import starts_of
+from taas_tasks.program_values import PrepareInput
 from taas_tasks.project import materialise
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import LoaderPlan, Plan
-
-
-class PrepareInput(ProgramInput):
-    """What to prepare: the key of the ``Plan``, the loader, and which of its machines this is."""
-
-    plan: str
-    loader: str
-    machine: int
-    allow_pickle: bool = False
 
 
 def run(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]:

@@ -12,30 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ConfigDict
-
 from taas.errors import LoaderError, PrepareError, TaasError
 from taas_tasks.prep.elements import describe, users_traceback
+from taas_tasks.program_values import ProgramInput
 from taas_tasks.store import open_store
 from taas_tasks.store.base import ObjectStore
-from taas_tasks.values import StoreConfig, Value
 
 _log = logging.getLogger(__name__)
-
-
-class ProgramInput(Value):
-    """What every program on a host is given."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    store: StoreConfig
-    run: str
-    run_id: str
-    project: str
-    snapshot: str
-    generation: int
-    host: str
-    host_root: str
 
 
 Input = TypeVar("Input", bound=ProgramInput)
