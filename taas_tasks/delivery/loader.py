@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from taas.errors import DeliveryError
+from taas_tasks.delivery.accelerated import AcceleratedPass
 from taas_tasks.delivery.client import Connection, PassReader, PassShape, ask_ending, ask_num_epochs
 from taas_tasks.delivery.counters import PassCounters, next_number
 from taas_tasks.delivery.steps import Ending, Remainder, ending_of, epochs_with_steps
@@ -68,7 +69,9 @@ class DeliveredDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         raise DeliveryError(
-            f"the dataset of loader '{self._name}' was read where it was prepared and is not here; iterate the loader"
+            f"the dataset of loader '{self._name}' was read where it was prepared and is not here; iterate the loader "
+            "itself, not another one made of its dataset (accelerate's skip_first_batches makes one: to go on in the "
+            "middle of an epoch, use the loader's own state_dict and load_state_dict)"
         )
 
 
@@ -98,8 +101,6 @@ class DeliveredLoader(DataLoader[Any]):
     Does not: shuffle, collate or start workers; it needs no sampler and is not split again by Lightning or accelerate.
     """
 
-    _is_accelerate_prepared = True  # accelerate leaves such a loader as it is
-
     def __init__(self, plan: LoaderPlan, delivery: Delivery) -> None:
         self._taas_plan = plan
         self._taas_delivery = delivery
@@ -113,6 +114,7 @@ class DeliveredLoader(DataLoader[Any]):
         self._taas_before = 0  # steps that the next pass made before it was resumed
         self._taas_left_at: tuple[int, int] | None = None  # element and step where the loop left a pass
         self._taas_times_left = 0
+        self._taas_is_accelerated = False
         self._taas_open: weakref.ref[_Pass] | None = None
         super().__init__(
             DeliveredDataset(plan.loader, self._taas_num_elements),
@@ -126,6 +128,15 @@ class DeliveredLoader(DataLoader[Any]):
     def name(self) -> str:
         """The loader's name."""
         return self._taas_plan.loader
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True: accelerate leaves such a loader as it is. It sets this when a script has it prepare the loader."""
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        self._taas_is_accelerated = value
 
     def __len__(self) -> int:
         """Return the steps of the pass under way, or else of the next one; waits while that cannot be known yet.
@@ -149,7 +160,7 @@ class DeliveredLoader(DataLoader[Any]):
             before.leave()
         started = _Pass(self)
         self._taas_open = weakref.ref(started)
-        return started
+        return AcceleratedPass(started, has_ended=started.has_ended) if self._taas_is_accelerated else started
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: a pass counts its epoch itself."""
@@ -426,6 +437,10 @@ class _Pass:
         self._left = self._left or self._steps is None or self._taken < self._steps
         self._close(finished=False)
         self.exhausted = True
+
+    def has_ended(self) -> bool:
+        """Return whether the element that was taken last is the pass's last."""
+        return self._taken == self._steps
 
     def length(self) -> int:
         """Return the steps of this pass, with those before a resume; waits while that cannot be known yet."""

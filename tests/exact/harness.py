@@ -20,14 +20,16 @@ from taas.request import LoaderRef, TrainRequest
 from taas_tasks.accounting import account_loader
 from taas_tasks.delivery.counters import read_passes
 from taas_tasks.delivery.loader import DeliveredLoader
-from taas_tasks.layout import RunKeys, run_key
+from taas_tasks.layout import run_key
 from taas_tasks.plan import make_plan
 from taas_tasks.prep.commit import Producer
 from taas_tasks.prep.elements import element_seeded
 from taas_tasks.prep.inspect_loader import inspect_loader
 from taas_tasks.prep.prepare_program import order_of
 from taas_tasks.prep.produce import Tally, produce
+from taas_tasks.prep.produce_streams import produce_streams
 from taas_tasks.prep.sequential import produce_in_sequence
+from taas_tasks.prep.stream_starts import starts_of
 from taas_tasks.prep.work import Pace
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.store.memory import MemoryStore
@@ -35,6 +37,7 @@ from taas_tasks.values import Inspection, LaunchPlan, LoaderAccount, LoaderPlan,
 from tests.delivery.support import Host, feeding
 from tests.exact import loaders
 from tests.prep import oracle
+from tests.prep.stream_cases import QUICK, Turn
 
 RUN_ID = "manual__exact"
 RUN = run_key(RUN_ID)
@@ -120,7 +123,7 @@ def producer(machine: int, *, generation: int = 1) -> Producer:
     return Producer(RUN, NAME, machine, f"c1-{machine}", generation)
 
 
-def pinned(scenario: Scenario) -> PinnedRequest:
+def pinned(scenario: Scenario, *, source: str = "data.py:make") -> PinnedRequest:
     """Return the request."""
     request = TrainRequest(
         project="demo",
@@ -129,7 +132,7 @@ def pinned(scenario: Scenario) -> PinnedRequest:
         gpus=scenario.world_size,
         cpus=scenario.machines,
         units=scenario.units,
-        loaders={NAME: LoaderRef(source="data.py:make")},
+        loaders={NAME: LoaderRef(source=source)},
         seed=scenario.seed,
         randomness=scenario.randomness,
         remainder=scenario.remainder,
@@ -151,8 +154,12 @@ def inspected(store: ObjectStore, scenario: Scenario) -> Inspection:
 
 
 def planned(store: ObjectStore, scenario: Scenario) -> Plan:
-    """Inspect and plan; only the sizes of segments are the scenario's."""
-    plan = make_plan(pinned(scenario), {NAME: inspected(store, scenario)}, FLAVORS)
+    """Inspect and plan."""
+    return sized(make_plan(pinned(scenario), {NAME: inspected(store, scenario)}, FLAVORS), scenario)
+
+
+def sized(plan: Plan, scenario: Scenario) -> Plan:
+    """Return the plan with segments of the scenario's sizes."""
     loader = plan.loaders[NAME]
     sizes = loader.sizes.model_copy(update={"first": scenario.first, "largest": max(scenario.first, scenario.largest)})
     return plan.model_copy(update={"loaders": {NAME: loader.model_copy(update={"sizes": sizes})}})
@@ -162,15 +169,14 @@ class Killed(StoreUnavailable):
     """Stands for a SIGKILL: the try is over, what it has written stays."""
 
 
-class DyingStore(MemoryStore):
-    """The same objects as another store's; dies at a write."""
+class Dying(Turn):
+    """One try's view of the store: dies at a write, or when it has waited long for what other machines write."""
 
     def __init__(self, shared: MemoryStore, *, writes: int) -> None:
-        super().__init__()
-        self._objects, self._lock = shared._objects, shared._lock
+        super().__init__(shared)
         self._left = writes
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
+    def put(self, key: str, data: Any) -> None:
         self._write()
         super().put(key, data)
 
@@ -188,26 +194,39 @@ def prepare_machine(store: ObjectStore, scenario: Scenario, plan: Plan, *, machi
     """Prepare one machine's share in this process, as the program does."""
     loader, loader_plan = scenario.make(), plan.loaders[NAME]
     who = producer(machine, generation=generation)
-    common: dict[str, Any] = {"producer": who, "store": store, "seed": plan.seed, "allow_pickle": False}
+    common: dict[str, Any] = {"producer": who, "store": store, "allow_pickle": False}
     if loader_plan.inspection.read_by == "process":
-        return produce_in_sequence(loader, loader_plan, is_exact=plan.randomness == "exact", **common)
+        return produce_in_sequence(loader, loader_plan, seed=plan.seed, is_exact=plan.randomness == "exact", **common)
+    if loader_plan.is_merged:
+        starts = starts_of(loader, loader_plan, store=store, run=RUN, seed=plan.seed)
+        return produce_streams(loader, starts, loader_plan, pace=QUICK, **common)
     order = order_of(loader, loader_plan, store=store, run=RUN, seed=plan.seed)
-    return produce(loader, order, loader_plan, pace=FAST, **common)
+    return produce(loader, order, loader_plan, seed=plan.seed, pace=FAST, **common)
 
 
-def prepare(store: MemoryStore, scenario: Scenario, plan: Plan) -> None:
-    """Prepare all units: the tries that die in turn, then one more of every machine."""
+def prepare(store: MemoryStore, scenario: Scenario, plan: Plan) -> int:
+    """Prepare all units: the tries that are to die in turn, then all machines until each has done; return the tries.
+
+    A machine that waits for what others are to write gives its turn up: its next try is a retry.
+    """
     machines = plan.loaders[NAME].machines
     generations = dict.fromkeys(range(machines), 0)
-    for machine, writes in [*scenario.kills, *((machine, 1 << 30) for machine in range(machines))]:
-        machine %= machines
+    done: set[int] = set()
+    tries = [(machine % machines, writes) for machine, writes in scenario.kills]
+    for machine, writes in [*tries, *((machine, 1 << 30) for machine in range(machines))] + [
+        (turn % machines, 1 << 30) for turn in range(40 * machines)
+    ]:
+        if len(done) == machines:
+            break
         generations[machine] += 1
         try:
-            prepare_machine(
-                DyingStore(store, writes=writes), scenario, plan, machine=machine, generation=generations[machine]
-            )
-        except Killed:
-            assert writes < 1 << 30
+            dying = Dying(store, writes=writes)
+            prepare_machine(dying, scenario, plan, machine=machine, generation=generations[machine])
+            done.add(machine)
+        except StoreUnavailable as error:
+            assert isinstance(error, Killed) or "turn is over" in error.message, error
+    assert len(done) == machines, "the machines wait for each other"
+    return sum(generations.values())
 
 
 # --- delivering ------------------------------------------------------------------------------------------------------
@@ -304,7 +323,6 @@ def assert_books(
     )
     lengths = [len(epoch) for epoch in epochs]
     steps = [steps_of(lengths[number], scenario) for number in numbers]
-    last = scenario.remainder == "drop"
     assert account.explained, account.notes
     assert (account.asked, account.extracted, account.committed) == (scenario.units,) * 3
     assert account.consumed == sum(steps) * scenario.world_size
@@ -316,7 +334,7 @@ def assert_books(
     assert account.replayed == account.consumed - sum(once.values())
     left = sum(lengths) - sum(min(taken, lengths[number]) for number, taken in once.items())
     assert account.dropped + account.unread == left
-    assert left == 0 or last
+    assert left == 0 or scenario.remainder == "drop"
     assert {rank: told["consumed"] for rank, told in account.per_rank.items()} == (
         {str(rank): sum(steps) for rank in range(scenario.world_size)}
     )
@@ -328,12 +346,13 @@ def check(scenario: Scenario, folder: Path) -> LoaderAccount:
     store = MemoryStore()
     plan = planned(store, scenario)
     prepare(store, scenario, plan)
-    return check_delivery(store, scenario, plan, folder)
+    return check_delivery(store, scenario, plan, folder, epochs=local_epochs(scenario))
 
 
-def check_delivery(store: ObjectStore, scenario: Scenario, plan: Plan, folder: Path) -> LoaderAccount:
+def check_delivery(
+    store: ObjectStore, scenario: Scenario, plan: Plan, folder: Path, *, epochs: list[list[Any]]
+) -> LoaderAccount:
     """Deliver what is (being) prepared to all ranks and compare it with what torch yields here."""
-    epochs = local_epochs(scenario)
     loader_plan = plan.loaders[NAME]
     numbers = passes_of(epochs, scenario, loader_plan)
     numbers = [numbers[at % len(numbers)] for at in range(len(numbers) + scenario.replays)]
@@ -342,8 +361,3 @@ def check_delivery(store: ObjectStore, scenario: Scenario, plan: Plan, folder: P
             where = f"{scenario}, pass {at}, epoch {number}"
             assert_pass(ranks.one_pass(), epochs[number], scenario, where=where)
         return assert_books(store, scenario, loader_plan, ranks, epochs, numbers)
-
-
-def keys() -> RunKeys:
-    """Return the keys of the run."""
-    return RunKeys(RUN)

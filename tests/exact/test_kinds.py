@@ -10,7 +10,10 @@ from tests.exact.harness import Scenario, check
 from tests.exact.loaders import ITERABLE, KINDS, MAP, PROMISED_KINDS
 
 # torch says so when it makes the first of them
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more loader workers than cores
+]
 
 
 def test_every_kind_that_is_promised_has_a_case() -> None:
@@ -28,6 +31,8 @@ def test_a_loader_without_loader_workers_comes_through_exactly(kind: str, tmp_pa
     check(Scenario(kind, size=17, units=40, randomness="exact", kills=((0, 5),)), tmp_path)
 
 
+@pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("kind", sorted(ITERABLE))
-def test_an_iterable_comes_through(kind: str, tmp_path: Path) -> None:
-    check(Scenario(kind, size=24, units=50, seed=5, nproc=4, remainder="drop"), tmp_path)
+def test_an_iterable_comes_through(kind: str, workers: int, tmp_path: Path) -> None:
+    scenario = Scenario(kind, size=24, workers=workers, units=50, machines=2, seed=5, nproc=4, remainder="drop")
+    check(scenario, tmp_path)
