@@ -229,6 +229,7 @@ def build_report(
     cost = {phase.name: phase.cost_units for phase in phases if phase.cost_units}
     accounts = _accounts(facts)
     warnings = [*(facts.plan.warnings if facts.plan else []), *facts.faults]
+    warnings += [told for node in (facts.launch.nodes if facts.launch else []) for told in node.repairs]
     if not failed:
         warnings += [
             f"{name}: the accounting does not close: {'; '.join(account.notes)}"

@@ -139,6 +139,13 @@ def test_books_that_do_not_close_become_a_warning_of_a_success():
     assert any("asked for 16 units, the ledger holds 8" in one for one in warnings)
 
 
+def test_what_hosts_had_to_prepare_again_is_a_warning():
+    store = store_of_a_run()
+    mended = node(2, steps=2).model_copy(update={"repairs": ["segment 3 was lost; prepared again"]})
+    store.put(KEYS.node_result(2, 0), mended.to_bytes())
+    assert report_of(store).warnings == ["a warning of the plan", "segment 3 was lost; prepared again"]
+
+
 def test_a_garbage_record_is_a_warning_that_says_the_way_out_and_the_report_is_written():
     store = store_of_a_run()
     key = KEYS.ledger_record("data_loader", 0, 0, 1)

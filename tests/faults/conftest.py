@@ -37,7 +37,7 @@ def make_scene(s3_server: S3Server, tmp_path: Path, process_as_before: None) -> 
         def make(**more: Any) -> Scene:
             far = s3_server.fresh_config(endpoint_url=proxy.url)
             near = open_store(far.model_copy(update={"endpoint_url": s3_server.config.endpoint_url}))
-            return Scene(far, near, proxy, tmp_path, **more)
+            return Scene(far, near, tmp_path, proxy, **more)
 
         yield make
 

@@ -60,13 +60,18 @@ class Scene:
 
     far: StoreConfig
     near: ObjectStore
-    proxy: RequestProxy
     folder: Path
+    proxy_or_none: RequestProxy | None = None
     source: str = NUMBERS
     units: int = 96
     length: int = 48
     snapshot: str = ""
     inspection: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def proxy(self) -> RequestProxy:
+        assert self.proxy_or_none is not None
+        return self.proxy_or_none
 
     def __post_init__(self) -> None:
         project.commit(self.near, "demo", {"data_of_faults.py": self.source.encode()}, author="ada")

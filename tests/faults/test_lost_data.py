@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import stat
+from pathlib import Path
+
 import pytest
 
 from taas.errors import DeliveryError
+from taas_tasks.layout import HostPaths
 from taas_tasks.prep import repair_program
 from tests.faults.conftest import MakeScene
-from tests.faults.scene import KEYS, Scene
+from tests.faults.scene import KEYS, NUMBERS, RUN, Scene
+from tests.launch.conftest import MakeGang
+from tests.launch.gang import Gang
 from tests.prep import oracle
 from tests.support.faulty_proxy import CutBody, FlipByte
 
@@ -183,3 +189,40 @@ def test_lost_segments_of_loader_workers_streams_are_made_again_as_they_were(mak
     assert [(one.start, one.stop, one.content_digest) for one in scene.records()] == [
         (one.start, one.stop, one.content_digest) for one in records
     ]
+
+
+WITH_SECRET = NUMBERS.replace(
+    "import torch",
+    "import os, torch\nSECRET = os.environ['THE_SECRET'] if 'TAAS_TEST_GANG' in os.environ else 's3cret'",
+).replace('"at": index', '"at": index, "gpus": torch.cuda.device_count(), "secret": SECRET')
+
+ITERATES = """
+import taas, torch.distributed as dist
+dist.init_process_group("nccl", init_method="env://")
+print("sum", sum(element["at"] for element in taas.loader("data")))
+dist.destroy_process_group()
+"""
+
+
+def test_a_training_goes_on_although_its_data_was_lost_and_says_so_in_its_result(
+    make_gang: MakeGang, process_as_before: None, tmp_path: Path
+) -> None:
+    def prepare(gang: Gang) -> None:
+        scene = Scene(gang.config, gang.store, tmp_path, source=WITH_SECRET, units=48)
+        scene.prepare()
+        scene.near.delete(scene.records()[1].key)
+        gang.snapshot = scene.snapshot
+        gang.plan["loaders"] = {"data": scene.loader_plan.model_dump()}
+
+    gang = make_gang(ITERATES, nproc=2, run=RUN, before=prepare)
+    result = gang.wait()
+    assert result.ok, gang.all_output()
+    sums = [int(line.split("sum ")[1]) for line in gang.out().splitlines() if "sum " in line]
+    assert sum(sums) == sum(range(48))
+    (note,) = result.nodes[0].repairs
+    assert "segment 1 of epoch 0 of loader 'data' was lost" in note and "host host-0 prepared it again" in note
+    scratch = HostPaths(gang.host_root(0)).scratch(RUN, 1)
+    assert not (scratch / "repair").exists()
+    assert stat.S_IMODE((scratch / "feeder.json").stat().st_mode) == 0o600
+    log = (scratch / "logs" / "feeder.log").read_text()
+    assert "prepares it again, its ranks wait" in log and "s3cret" not in log
