@@ -105,7 +105,7 @@ class _Streams:
 
     def prepare(self) -> Tally:
         self._abort.check()
-        self._poll()
+        self._skip(self._poll())
         try:
             self._advance_all(self._streams)  # loader workers are forked before the pipeline starts its threads
             with Pipeline(
@@ -119,6 +119,12 @@ class _Streams:
         finally:
             end_all([stream.worker for stream in self._streams if stream.worker is not None])
         return self._tally
+
+    def _skip(self, committed: list[ShardRecord]) -> None:
+        for stream in self._streams:
+            stream.enter(0, *self._merged.next_segment(0, stream.number))
+        own = {stream.number for stream in self._streams}
+        self._tally.skipped = sum(record.stream in own for record in committed)
 
     # --- the loop
 
@@ -146,13 +152,13 @@ class _Streams:
         self._advance_all(self._streams)
         self._silent_since = time.monotonic()
 
-    def _poll(self) -> bool:
+    def _poll(self) -> list[ShardRecord]:
         gained = self._reader.poll()
         self._polled_at = time.monotonic()
         self._latest.update({record.stream: record for record in gained})
         if self._plan.inspection.order == "sequential":
             self._refuse_empty_epochs()
-        return bool(gained)
+        return gained
 
     def _refuse_empty_epochs(self) -> None:
         while (total := self._merged.merge(self._num_seen).total) is not None:

@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from taas_tasks.prep.elements import Failure, as_is, describe, users_traceback
 from taas_tasks.prep.stream_positions import Position, position_behind
 
-_JOIN_S = 5.0
+_JOIN_S = 2.0
 _SHOWN_CHARS = 200
 
 
@@ -258,6 +258,8 @@ class VirtualWorker:
             if self._process.is_alive():
                 force()
                 self._process.join(_JOIN_S)
+        if not self._process.is_alive():
+            self._process.close()
         self._tasks.close()
         self._results._reader.close()  # type: ignore[attr-defined]
 
