@@ -32,8 +32,8 @@ class Value(BaseModel):
 class StoreConfig(Value):
     """Where the object store is. Secret: travels only in 0600 files and in memory.
 
-    ``credentials_path``: a file on the host that has the keys (``taas_tasks.store.credentials``) and is renewed there; it
-    wins over the keys given here. With neither, boto3's own chain finds and refreshes them.
+    ``credentials_path``: a file on the host that has the keys (``taas_tasks.store.credentials``) and is renewed there;
+    it wins over the keys given here. With neither, boto3's own chain finds and refreshes them.
     """
 
     endpoint_url: str | None = None

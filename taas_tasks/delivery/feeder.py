@@ -42,10 +42,11 @@ _log = logging.getLogger(__name__)
 _MAX_FETCHES = 4
 _TICK_S = 0.5
 _FIRST_POLL_S, _LAST_POLL_S = 0.05, 1.0
+_ENOUGH_RECORDS = 256  # of a long ledger at once: ranks begin with the first while the rest is read
 
 
 class FeederInput(Value):
-    """The input file of the program."""
+    """The input file of the program. ``is_read_once``: it is removed when it was read, as it holds secrets."""
 
     store: StoreConfig
     launch_plan: LaunchPlan
@@ -55,6 +56,7 @@ class FeederInput(Value):
     stats_path: str
     host: str = ""
     repair: RepairSetup | None = None
+    is_read_once: bool = False
 
 
 class _Follower(threading.Thread):
@@ -91,7 +93,7 @@ class _Follower(threading.Thread):
 
     def _poll(self, name: str, reader: LedgerReader) -> int:
         try:
-            records = reader.poll()
+            records = reader.poll(enough=_ENOUGH_RECORDS)
             awaited = [LostSegment(name, *segment) for segment in reader.awaited]
             lost = self._watches[name].lost(found=len(records), awaited=awaited)
         except StoreUnavailable as error:
@@ -402,6 +404,8 @@ def main(argv: list[str]) -> int:
     """Run the program; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s feeder %(levelname)s %(message)s")
     given = FeederInput.model_validate_json(Path(argv[0]).read_bytes())
+    if given.is_read_once:
+        Path(argv[0]).unlink()
     parent = os.getppid()
     host = given.host or f"{socket.gethostname()} (node {given.node_rank})"
     feeder = Feeder(

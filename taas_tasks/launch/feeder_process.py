@@ -46,6 +46,7 @@ class FeederProcess:
             "cache_dir": str(cache_dir),
             "host": host,
             "stats_path": str(self._files.feeder_stats),
+            "is_read_once": True,
             "repair": {"folder": str(self._files.repair), "env": dict(loader_env)},
         }
         write_json(self._files.feeder_input, json.dumps(given))

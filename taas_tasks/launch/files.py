@@ -106,7 +106,7 @@ class RankFiles:
 
     @property
     def feeder_input(self) -> Path:
-        """The feeder's input."""
+        """The feeder's input; the feeder removes it."""
         return self.scratch / "feeder.json"
 
     @property
