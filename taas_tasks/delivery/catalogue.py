@@ -57,31 +57,27 @@ class Catalogue:
         """Take in a committed segment; those of a stream come in its order.
 
         Raises:
-            DeliveryError: its stream ended earlier than the plan says.
+            DeliveryError: its stream ended elsewhere than the plan says, or another segment comes next.
         """
         while len(self._epochs) <= segment.epoch:
             self._epochs.append(_Epoch([_Stream() for _ in range(self._plan.num_streams)]))
-        epoch, stream = self._epochs[segment.epoch], segment.stream
+        epoch = self._epochs[segment.epoch]
+        try:
+            self._progress.add(
+                *(segment.epoch, segment.stream, segment.n),
+                start=segment.start,
+                stop=segment.stop,
+                is_last=segment.last_of_epoch,
+            )
+        except ValueError as error:
+            raise DeliveryError(
+                f"the records of loader '{segment.loader}' do not fit its plan: {error}. The loader yielded other "
+                "elements than its sampler says; prepare it again"
+            ) from error
         if segment.padded_stop > segment.start:
-            epoch.streams[stream].add(segment)
-        self._progress.add(
-            *(segment.epoch, stream, segment.n),
-            start=segment.start,
-            stop=segment.stop,
-            is_last=segment.last_of_epoch,
-        )
+            epoch.streams[segment.stream].add(segment)
         if segment.last_of_epoch:
             epoch.lanes.clear()  # the other streams' elements now go to other ranks
-            self._check_end(segment)
-
-    def _check_end(self, segment: Segment) -> None:
-        planned = self._progress.merge(segment.epoch).lengths[segment.stream]
-        if planned != segment.stop:
-            of_stream = f" of stream {segment.stream}" if self._plan.is_merged else ""
-            raise DeliveryError(
-                f"epoch {segment.epoch}{of_stream} of loader '{segment.loader}' ended after {segment.stop} elements, "
-                f"but the plan says {planned}: the loader yielded fewer than its sampler; prepare it again"
-            )
 
     # --- the order ------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,8 @@ class _Loader:
     failure: TaasError | None = None
     next_pass: int = 0  # the epoch that the next pass is expected to read
     num_begun: int = 0  # ranks that have begun it
+    may_answer: bool = True  # something has happened since by which a question may be answered
+    may_move: bool = True  # or by which a part may be fetched or dropped
 
     def expect(self, epoch: int) -> None:
         if epoch != self.next_pass:
@@ -91,11 +93,11 @@ class _Loader:
 class _Slot:
     """What an open iterator takes of one stream."""
 
+    number: int  # of the question
     stream: int
-    offset: int
     position: int  # the first that it has still to take
-    number: int = 0  # of the question
-    asked: bool = False
+    offset: int
+    asked: bool = True
     waiting: bool = False
 
 
@@ -159,6 +161,7 @@ class Desk:
     def add_segment(self, segment: Segment) -> None:
         """A segment was committed. Those of a stream come in its order."""
         loader = self._loaders[segment.loader]
+        loader.may_answer = loader.may_move = True
         try:
             loader.catalogue.add(segment)
         except DeliveryError as error:
@@ -177,14 +180,17 @@ class Desk:
     def fail_loader(self, loader: str, error: TaasError) -> None:
         """Nothing more can come of a loader: every question about it gets this error."""
         self._loaders[loader].failure = error
+        self._loaders[loader].may_answer = True
 
     def open(
         self, connection: int, *, loader: str, epoch: int, offset: int, index: int, asks: Sequence[Sequence[int]] = ()
     ) -> None:
         """A rank began a pass; ``index`` is the first element that it takes, ``asks`` are its first questions."""
         self._cursors[connection] = _Cursor(loader, epoch, offset, index)
-        self._loaders[loader].expect(epoch)
-        self._loaders[loader].num_begun += 1
+        known = self._loaders[loader]
+        known.expect(epoch)
+        known.num_begun += 1
+        known.may_move = True
         self.ask(connection, asks=asks)
 
     def knows(self, connection: int) -> bool:
@@ -202,19 +208,27 @@ class Desk:
         was asked for before in the same slot; ``number`` comes back with the answer.
         """
         cursor = self._cursors[connection]
-        for slot, number, stream, position, offset in asks:
-            cursor.slots[slot] = _Slot(stream, offset, position, number, asked=True)
-        self._failed = {key: error for key, error in self._failed.items() if key.loader != cursor.loader}  # try again
+        loader = self._loaders[cursor.loader]
+        loader.may_answer = True
+        for of_slot, number, stream, position, offset in asks:
+            slot = cursor.slots[of_slot] = _Slot(number, stream, position, offset)
+            segment = loader.catalogue.find(cursor.epoch, slot.stream, slot.position)
+            is_here = segment is not None and loader.catalogue.part(segment, slot.offset) in self._parts
+            loader.may_move = loader.may_move or not is_here
+        if self._failed:
+            self._failed = {key: error for key, error in self._failed.items() if key.loader != cursor.loader}  # again
 
     def wait(self, connection: int, *, slot: int) -> None:
         """A rank cannot go on without what it asked for in a slot."""
         found = self._cursors[connection].slots.get(slot)
         if found is not None and found.asked:  # else the answer is on its way
             found.waiting = True
+            self._loaders[self._cursors[connection].loader].may_move = True
 
     def ask_reach(self, connection: int, *, index: int) -> None:
         """A rank asks whether element ``index`` is committed, or where the epoch ended before it."""
         self._cursors[connection].reach = index
+        self._loaders[self._cursors[connection].loader].may_answer = True
 
     def release(self, connection: int, *, epoch: int, stream: int, n: int, lanes: int) -> None:
         """A rank has gone past a part."""
@@ -230,40 +244,56 @@ class Desk:
             return
         for key in cursor.held:
             self._let_go(connection, key)
+        self._loaders[cursor.loader].may_move = True
         if finished:
             self._loaders[cursor.loader].expect(cursor.epoch + 1)
 
     def _let_go(self, connection: int, key: PartKey) -> None:
-        if key in self._parts:
-            self._parts[key].holders.discard(connection)
+        part = self._parts.get(key)
+        if part is not None:
+            part.holders.discard(connection)
+            if not part.holders:
+                self._loaders[key.loader].may_move = True
 
     def fetched(self, key: PartKey) -> None:
         """A part is in the cache."""
         self._parts[key].ready = True
+        self._has_come(key)
 
     def fetch_failed(self, key: PartKey, error: TaasError) -> None:
         """A part could not be brought."""
         self._parts.pop(key, None)
         self._failed[key] = error
+        self._has_come(key)
+
+    def _has_come(self, key: PartKey) -> None:
+        self._loaders[key.loader].may_answer = True
+        for loader in self._loaders.values():
+            loader.may_move = True  # any of them may use the place among those that are fetched at once
 
     # --- what is to be done -----------------------------------------------------------------------------------------
 
     def decide(self) -> list[Action]:
         """Return what is to be done now, in this order."""
         actions: list[Action] = []
-        for connection, cursor in self._cursors.items():
-            actions += self._answer(connection, cursor)
-        in_flight = sum(not part.ready for part in self._parts.values())
-        for loader in self._loaders:
-            wanted = self._wanted(loader)
-            actions += self._evict(loader, wanted)
-            fetches = self._to_fetch(loader, wanted, room=self._max_fetches - in_flight)
-            in_flight += len(fetches)
-            actions += fetches
+        for name, loader in self._loaders.items():
+            if loader.may_answer:
+                loader.may_answer = False
+                for connection, cursor in self._cursors.items():
+                    actions += self._answer(connection, cursor, loader) if cursor.loader == name else []
+        for name, loader in self._loaders.items():
+            if loader.may_move:
+                loader.may_move = False
+                actions += self._move(name)
         return actions
 
-    def _answer(self, connection: int, cursor: _Cursor) -> list[Action]:
-        loader = self._loaders[cursor.loader]
+    def _move(self, loader: str) -> list[Action]:
+        wanted = self._wanted(loader)
+        drops = self._evict(loader, wanted)
+        in_flight = sum(not part.ready for part in self._parts.values())
+        return drops + self._to_fetch(loader, wanted, room=self._max_fetches - in_flight)
+
+    def _answer(self, connection: int, cursor: _Cursor, loader: _Loader) -> list[Action]:
         asking = [slot for slot in cursor.slots.items() if slot[1].asked]
         if not asking and cursor.reach is None:
             return []

@@ -12,7 +12,7 @@ import math
 from array import array
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from taas_tasks.shards.lanes import NUM_LANES, lane_of
 from taas_tasks.streams import Merge, lane_period, nominal_index
@@ -143,8 +143,7 @@ def lanes_of(bits: int) -> list[int]:
     return [lane for lane in range(NUM_LANES) if bits >> lane & 1]
 
 
-@dataclass(frozen=True, order=True)
-class PartKey:
+class PartKey(NamedTuple):
     """A part of a segment: the lanes of it (bits of a number) that a host needs."""
 
     loader: str

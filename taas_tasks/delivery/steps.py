@@ -86,7 +86,8 @@ def next_position(
         stride, at = len(run.alive), run.index + run.alive.index(stream)
         low = max(position, run.position + max(0, -((at - first) // stride)))
         period = world_size // math.gcd(stride, world_size)
-        high = low + period if next_run is None else min(low + period, next_run.position)
+        end = merge.lengths.get(stream) if next_run is None else next_run.position
+        high = low + period if end is None else min(low + period, end)
         for found in range(low, high):
             index = at + (found - run.position) * stride
             if (index - first) % world_size == 0:
