@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from taas.errors import ObjectCorrupt, ObjectMissing
 from taas.flavors import Flavor
 from taas.report_text import report_text
@@ -59,62 +61,72 @@ class RunFacts:
     faults: list[str] = field(default_factory=list)  # what of the run cannot be read
 
 
-def _read(store: ObjectStore, key: str, kind: type[_V]) -> _V | None:
-    try:
-        return kind.model_validate_json(store.get(key))
-    except ObjectMissing:
-        return None
+class _Facts:
+    """Reads values of one run; what is garbage is left out and told in ``faults``, so that there is a report."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.faults: list[str] = []
+
+    def read(self, key: str, kind: type[_V]) -> _V | None:
+        try:
+            return kind.model_validate_json(self.store.get(key))
+        except ObjectMissing:
+            return None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]["msg"]
+            self.faults.append(f"{key!r} is no {kind.__name__} and is left out of this report: {first}")
+            return None
+
+    def read_all(self, prefix: str, kind: type[_V]) -> list[_V]:
+        keys = [info.key for info in self.store.list(prefix)]
+        with ThreadPoolExecutor(_READ_THREADS) as pool:
+            return [one for one in pool.map(lambda key: self.read(key, kind), keys) if one is not None]
 
 
-def _read_all(store: ObjectStore, prefix: str, kind: type[_V]) -> list[_V]:
-    keys = [info.key for info in store.list(prefix)]
-    with ThreadPoolExecutor(_READ_THREADS) as pool:
-        return list(pool.map(lambda key: kind.model_validate_json(store.get(key)), keys))
-
-
-def _read_ledger(store: ObjectStore, keys: RunKeys, loader: str) -> tuple[list[ShardRecord], list[str]]:
-    """Return a loader's records, without the lanes that no account needs, and what is wrong with the others."""
+def _read_ledger(facts: _Facts, keys: RunKeys, loader: str) -> list[ShardRecord]:
+    """Return a loader's records, without the lanes that no account needs."""
 
     def read(key: str) -> ShardRecord | str:
         try:
-            return read_record(store.get(key), key).model_copy(update={"lanes": []})
+            return read_record(facts.store.get(key), key).model_copy(update={"lanes": []})
         except ObjectCorrupt as error:
             return error.message
 
-    listed = [info.key for info in store.list(keys.ledger(loader))]
+    listed = [info.key for info in facts.store.list(keys.ledger(loader))]
     with ThreadPoolExecutor(_READ_THREADS) as pool:
         found = list(pool.map(read, listed))
     faults = [one for one in found if isinstance(one, str)]
-    more = [f"{len(faults) - _MAX_FAULTS} more records of loader {loader!r} are like that"]
-    told = faults if len(faults) <= _MAX_FAULTS else faults[:_MAX_FAULTS] + more
-    return [one for one in found if isinstance(one, ShardRecord)], told
+    facts.faults += faults[:_MAX_FAULTS]
+    if len(faults) > _MAX_FAULTS:
+        facts.faults.append(f"{len(faults) - _MAX_FAULTS} more records of loader {loader!r} are like that")
+    return [one for one in found if isinstance(one, ShardRecord)]
 
 
-def _read_launch(store: ObjectStore, keys: RunKeys, jobs: Iterable[JobRecord]) -> LaunchResult | None:
+def _read_launch(facts: _Facts, keys: RunKeys, jobs: Iterable[JobRecord]) -> LaunchResult | None:
     generation = max((job.generation for job in jobs if job.task_id == "train"), default=None)
     if generation is None:
         return None
-    nodes = [
-        NodeResult.model_validate_json(store.get(info.key))
-        for info in store.list(keys.train(generation))
-        if info.key.startswith(keys.train(generation) + "result-")
-    ]
+    nodes = facts.read_all(keys.train(generation) + "result-", NodeResult)
     return LaunchResult(generation=generation, ok=bool(nodes) and all(node.ok for node in nodes), nodes=nodes)
 
 
-def _read_metrics(store: ObjectStore, keys: RunKeys, launch: LaunchResult | None) -> list[dict[str, Any]]:
+def _read_metrics(facts: _Facts, keys: RunKeys, launch: LaunchResult | None) -> list[dict[str, Any]]:
     if launch is None:
         return []
+    key = keys.metrics(launch.generation)
     try:
-        lines = store.get(keys.metrics(launch.generation)).decode().splitlines()
+        lines = facts.store.get(key).decode().splitlines()
+        return [json.loads(line) for line in lines[:: max(1, -(-len(lines) // _MAX_METRICS))]]
     except ObjectMissing:
         return []
-    thinned = lines[:: max(1, -(-len(lines) // _MAX_METRICS))]
-    return [json.loads(line) for line in thinned]
+    except ValueError as error:
+        facts.faults.append(f"{key!r} does not hold metrics and is left out of this report: {error}")
+        return []
 
 
 def collect(store: ObjectStore, run: str, *, run_id: str, tasks: Iterable[TaskTime] = ()) -> RunFacts:
-    """Read the facts of a run.
+    """Read the facts of a run. An object that is garbage is left out, and told in the facts' ``faults``.
 
     Args:
         store: the object store.
@@ -123,23 +135,23 @@ def collect(store: ObjectStore, run: str, *, run_id: str, tasks: Iterable[TaskTi
         tasks: when Airflow's tasks started and ended, and their states.
     """
     keys = RunKeys(run)
-    plan = _read(store, keys.plan, Plan)
-    jobs = _read_all(store, keys.jobs, JobRecord)
-    launch = _read_launch(store, keys, jobs)
-    ledgers = {name: _read_ledger(store, keys, name) for name in (plan.loaders if plan else {})}
+    facts = _Facts(store)
+    plan = facts.read(keys.plan, Plan)
+    jobs = facts.read_all(keys.jobs, JobRecord)
+    launch = _read_launch(facts, keys, jobs)
     return RunFacts(
         run=run,
         run_id=run_id,
-        pinned=_read(store, keys.request, PinnedRequest),
+        pinned=facts.read(keys.request, PinnedRequest),
         plan=plan,
-        records={name: records for name, (records, _) in ledgers.items()},
-        gate=_read(store, keys.gate, GateDecision),
+        records={name: _read_ledger(facts, keys, name) for name in (plan.loaders if plan else {})},
+        gate=facts.read(keys.gate, GateDecision),
         launch=launch,
-        artifacts=_read(store, keys.artifacts, ArtifactRecord),
+        artifacts=facts.read(keys.artifacts, ArtifactRecord),
         jobs=jobs,
         tasks=list(tasks),
-        metrics=_read_metrics(store, keys, launch),
-        faults=[fault for _, faults in ledgers.values() for fault in faults],
+        metrics=_read_metrics(facts, keys, launch),
+        faults=facts.faults,
     )
 
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from taas.flavors import FLAVORS
 from taas.request import parse_request
 from taas_tasks.layout import RunKeys
@@ -164,6 +166,33 @@ def test_very_many_garbage_records_are_told_by_their_number():
     warnings = [one for one in report_of(store).warnings if "record" in one]
     assert len(warnings) == 11
     assert warnings[-1] == "20 more records of loader 'data_loader' are like that"
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        (KEYS.plan, "Plan"),
+        (KEYS.request, "PinnedRequest"),
+        (KEYS.job_record("more"), "JobRecord"),
+        (KEYS.node_result(2, 1), "NodeResult"),
+        (KEYS.artifacts, "ArtifactRecord"),
+        (KEYS.gate, "GateDecision"),
+    ],
+)
+def test_any_garbage_object_of_a_run_is_left_out_and_told(key: str, kind: str):
+    store = store_of_a_run()
+    store.put(key, b'{"version": 9}')
+    report = report_of(store)
+    assert [one for one in report.warnings if one.startswith(f"{key!r} is no {kind} and is left out")]
+    assert report.cost["total"] > 0
+
+
+def test_metrics_that_are_cut_off_are_left_out_and_told():
+    store = store_of_a_run()
+    store.put(KEYS.metrics(2), b'{"loss": 1}\n{"lo')
+    report = report_of(store)
+    assert report.metrics == []
+    assert any("does not hold metrics" in one for one in report.warnings)
 
 
 def test_a_failed_run_that_wrote_nothing_has_a_report_with_its_verdict():

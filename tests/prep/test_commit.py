@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from taas.errors import ObjectCorrupt
 from taas_tasks.layout import RunKeys
 from taas_tasks.prep.commit import Committed, Producer, Segment, Times, commit, put_object, record_of
 from taas_tasks.shards.writer import encode_segment
@@ -95,3 +96,12 @@ def test_of_machines_that_race_on_a_real_store_one_wins_and_no_object_is_lost(s3
     assert len(winners) == 1
     assert all(one.record == winners[0].record for one in found)
     assert shards_of(s3_store) == [winners[0].record.key]
+
+
+def test_a_record_that_is_garbage_is_an_error_and_the_own_object_stays(memory_store: MemoryStore) -> None:
+    record = attempt(memory_store, producer())
+    key = RunKeys("run").ledger_record("data", 1, 0, 2)
+    memory_store.put(key, b"garbage")
+    with pytest.raises(ObjectCorrupt, match="Remove that object, then clear prepare and train"):
+        commit(memory_store, record, run="run")
+    assert shards_of(memory_store) == [record.key]
