@@ -36,13 +36,14 @@ class SlowReads(Dataset[Any]):
 class Compressed(Dataset[Any]):
     """Images of 150 KB that are decompressed and mirrored: about 1 ms of CPU for each of ``passes``."""
 
-    def __init__(self, passes: int) -> None:
+    def __init__(self, passes: int, samples: int = SAMPLES) -> None:
         self._passes = passes
+        self._samples = samples
         drawn = np.random.default_rng(0).integers(0, 60, IMAGE, dtype=np.uint8)
         self._blob = zlib.compress(drawn.tobytes(), 6)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return self._samples
 
     def __getitem__(self, index: int) -> Any:
         for _ in range(self._passes):
@@ -117,6 +118,11 @@ def stream_4() -> DataLoader[Any]:
     return DataLoader(SlowStream(0.02), batch_size=1, num_workers=4)
 
 
-def paced_1() -> DataLoader[Any]:
-    """20 ms for four reads, 48 KB, one loader worker."""
-    return DataLoader(SlowReads(0.005), batch_size=4, num_workers=1)
+def cheap_96() -> DataLoader[Any]:
+    """4 images of 1 ms each, one loader worker; 96 elements an epoch."""
+    return DataLoader(Compressed(1, 4 * 96), batch_size=4, num_workers=1)
+
+
+def cheap_32() -> DataLoader[Any]:
+    """The same with 32 elements an epoch."""
+    return DataLoader(Compressed(1, 4 * 32), batch_size=4, num_workers=1)

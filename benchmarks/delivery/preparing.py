@@ -5,30 +5,39 @@ Processes come from a fork server that has imported torch and the program, so th
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import resource
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from benchmarks.delivery.common import Options, Section
 from benchmarks.delivery.folder_store import folder_store
 from taas_tasks.layout import RunKeys, run_key
-from taas_tasks.plan import epochs_of
+from taas_tasks.plan import padding_of
 from taas_tasks.project import commit
 from taas_tasks.stack import processes, seaweed
 from taas_tasks.store import ObjectStore, open_store
 from taas_tasks.values import Inspection, LoaderPlan, Plan, SegmentSizes, ShardRecord, StoreConfig, Versions
 
+if TYPE_CHECKING:
+    from taas_tasks.program_values import PrepareInput
+
 LOADERS = Path(__file__).with_name("prep_loaders.py")
 ReadBy = Literal["index", "workers", "process"]
 Where = StoreConfig | Path
+Start = multiprocessing.synchronize.Barrier
 _LIMIT_S = 120.0
 
 
@@ -43,10 +52,19 @@ class Load:
     read_by: ReadBy = "index"
     element_bytes: int = 12_288
     epochs: int = 1
+    batch: int = 1  # samples in an element: element n begins with sample n * batch
+
+    def of(self, share: float) -> Load:
+        """Return the same with fewer units, whole lanes of them: the padding of an odd end would count as work."""
+        return replace(self, units=max(32, int(self.units * share) // 32 * 32))
 
     @property
     def epoch_length(self) -> int:
         return -(-self.units // self.epochs)
+
+    @property
+    def name(self) -> str:
+        return self.loader if self.read_by == "index" else f"{self.loader}, by its workers"
 
 
 # --- a server, and a run on it --------------------------------------------------------------------------------------
@@ -169,11 +187,6 @@ def loader_plan(load: Load, *, machines: int = 1) -> LoaderPlan:
     )
 
 
-def num_epochs(load: Load) -> int:
-    """Return how many epochs a load has."""
-    return epochs_of(load.units, load.epoch_length).num or 1
-
-
 # --- what one process measured --------------------------------------------------------------------------------------
 
 
@@ -193,6 +206,15 @@ class Measured:
         """From the start to the last element."""
         return self.steps[-1][1] - self.started_at
 
+    def done_at(self, at: float) -> float:
+        """Return how many elements were there at a time, between two steps by proportion."""
+        before, since = 0, self.started_at
+        for done, until in self.steps:
+            if until >= at:
+                return before + (done - before) * (at - since) / max(until - since, 1e-9)
+            before, since = done, until
+        return before
+
     def rate(self, *, behind: int) -> float:
         """Return elements per second from the first step at or behind element ``behind`` on."""
         begun, since = next(step for step in self.steps if step[0] >= behind)
@@ -205,32 +227,53 @@ def _used() -> tuple[float, int]:
     return sum(one.ru_utime + one.ru_stime for one in both), both[0].ru_maxrss * 1024
 
 
-def iterate(load: Load, folder: Path) -> Measured:
-    """Iterate the bare loader over as many elements; runs in a process of its own."""
+def iterate(load: Load, folder: Path, start: Start) -> Measured:
+    """Iterate the bare loader over as many elements, from ``start`` on; runs in a process of its own."""
     from taas_tasks.prep.opening import open_loader
 
     folder.mkdir(parents=True)
     (folder / "data.py").write_bytes(LOADERS.read_bytes())
+    start.wait(_LIMIT_S)
     before, _ = _used()
     started_at = time.time()
     loader = open_loader(loader_plan(load), folder, folder_store(folder))
     steps, ids = [], []
     elements = iter(loader)
     for done in range(1, load.units + 1):
-        ids.append(int(next(elements)[1].reshape(-1)[0]) if load.loader != "tiny_2" else int(next(elements)[1]))
+        ids.append(id_of(next(elements)))
         steps.append((done, time.time()))
-    del elements
+    del elements  # ends and reaps the loader workers
     used, rss = _used()
     return Measured(started_at, steps, used - before, rss, ids=ids)
 
 
-def prepare(where: Where, prepared: Prepared, machine: int, folder: Path) -> Measured:
-    """Prepare one machine's share; runs in a process of its own."""
-    from taas_tasks.prep.prepare_program import PrepareInput, run
+def id_of(element: Any) -> int:
+    """Return the sample that an element begins with."""
+    found = element[1]
+    return int(found) if isinstance(found, int) else int(found.reshape(-1)[0])
+
+
+def prepare(where: Where, prepared: Prepared, machine: int, folder: Path, start: Start) -> Measured:
+    """Prepare one machine's share, from ``start`` on; runs in a process of its own."""
+    from taas_tasks.prep.prepare_program import run
 
     folder.mkdir(parents=True)
     store = open_where(where)
-    given = PrepareInput(
+    store.head("none")  # connects: the first request costs an import
+    start.wait(_LIMIT_S)
+    before, _ = _used()
+    started_at = time.time()
+    run(prepare_input(where, prepared, machine, folder), store, folder)
+    used, rss = _used()
+    records = [record for record in records_of(store, prepared.run) if record.machine == machine]
+    return Measured(started_at, steps_of(records), used - before, rss, records)
+
+
+def prepare_input(where: Where, prepared: Prepared, machine: int, folder: Path) -> PrepareInput:
+    """Return the input of the program for one machine."""
+    from taas_tasks.program_values import PrepareInput
+
+    return PrepareInput(
         store=where if isinstance(where, StoreConfig) else StoreConfig(bucket="none"),
         run=prepared.run,
         run_id=prepared.run,
@@ -243,12 +286,26 @@ def prepare(where: Where, prepared: Prepared, machine: int, folder: Path) -> Mea
         loader="data",
         machine=machine,
     )
-    before, _ = _used()
-    started_at = time.time()
-    run(given, store, folder)
-    used, rss = _used()
-    records = [record for record in records_of(store, prepared.run) if record.machine == machine]
-    return Measured(started_at, steps_of(records), used - before, rss, records)
+
+
+def wrong_elements(store: ObjectStore, prepared: Prepared, load: Load) -> str | None:
+    """Return what is wrong with the committed elements: which is missing, or is not the loader's own."""
+    from taas_tasks.shards.reader import read_lane, read_schema
+
+    found: list[int] = []
+    for record in records_of(store, prepared.run):
+        data = bytearray(store.get(record.key))
+        schema = read_schema(bytes(data[: record.schema_length]))
+        for one in record.lanes:
+            place = memoryview(data)[one.offset : one.offset + one.length]
+            lane = read_lane(place, schema, crc32=one.crc32)
+            for row in range(one.num_elements):
+                index = lane.index(row) if lane.index(row) < load.units else lane.index(row) - load.units  # padding
+                if id_of(lane[row]) != index * load.batch:
+                    return f"element {lane.index(row)} holds sample {id_of(lane[row])}"
+                found.append(lane.index(row))
+    whole = range(load.units + (0 if load.read_by == "workers" else padding_of(load.units)))
+    return None if sorted(found) == list(whole) else f"{len(found)} of {len(whole)} elements"
 
 
 def open_where(where: Where) -> ObjectStore:
@@ -276,13 +333,15 @@ def steps_of(records: list[ShardRecord]) -> list[tuple[int, float]]:
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "boto3", "benchmarks.delivery.preparing", "taas_tasks.prep.prepare_program"])
+_context.set_forkserver_preload(
+    ["torch", "boto3", "benchmarks.delivery.training", "taas_tasks.prep.prepare_program", "taas_tasks.delivery.feeder"]
+)
 
 
-def _act(pipe: Connection, act: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _act(pipe: Connection, act: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> None:
     multiprocessing.set_start_method("fork", force=True)  # as in a program: a fork server hands its own way down
     try:
-        pipe.send((True, act(*given)))
+        pipe.send((True, act(*given, **named)))
     except BaseException as error:  # told to the parent
         pipe.send((False, f"{type(error).__name__}: {error}"))
         raise
@@ -292,18 +351,28 @@ def _act(pipe: Connection, act: Callable[..., Any], given: tuple[Any, ...]) -> N
         os._exit(0)
 
 
+def start_of(count: int) -> Start:
+    """Return what so many processes wait for: they start at the same moment, when all are ready."""
+    return _context.Barrier(count)
+
+
 class Running:
     """A function that runs in a process of its own."""
 
-    def __init__(self, act: Callable[..., Any], *given: Any) -> None:
+    def __init__(self, act: Callable[..., Any], *given: Any, **named: Any) -> None:
+        self._given = given  # a barrier among them ends with its last reference here
         self._pipe, theirs = _context.Pipe(duplex=False)
-        self.process = _context.Process(target=_act, args=(theirs, act, given))
+        self.process = _context.Process(target=_act, args=(theirs, act, given, named))
         self.process.start()
         theirs.close()
 
     @property
     def pid(self) -> int:
         return self.process.pid or 0
+
+    def send(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
 
     def result(self, *, timeout_s: float = _LIMIT_S) -> Any:
         """Return what it returned; it has ended then.
@@ -343,3 +412,25 @@ def warm_up() -> None:
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+# --- the parts by themselves ----------------------------------------------------------------------------------------
+
+
+def told(argv: list[str], measure: Callable[[Options], Section]) -> int:
+    """Run one part of the benchmark by itself: ``[--quick]``; print its lanes, ratios and notes."""
+    options_given = argparse.ArgumentParser()
+    options_given.add_argument("--quick", action="store_true")
+    quick = options_given.parse_args(argv).quick
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="taas-bench-", dir=memory if memory.is_dir() else None) as name:
+        section = measure(Options(quick, 2 if quick else 5, Path("var/bench"), Path(name)))
+    for lane in section.lanes:
+        more = {key: value for key, value in lane.more.items() if not isinstance(value, list)}
+        print(
+            f"{lane.name:28} {lane.workload:28} {lane.source:10} {lane.median:10.2f} {lane.unit:10}"
+            f" [{min(lane.values):.2f} {max(lane.values):.2f}] {lane.void or ''} {more or ''}"
+        )
+    print(json.dumps(section.ratios, indent=1))
+    print("\n".join(section.notes))
+    return 0
