@@ -178,6 +178,7 @@ class VirtualWorker:
         self.stream = stream
         self._asked: deque[tuple[int, Read]] = deque()
         self._numbers = itertools.count()
+        self._has_ended = False
         self._found: dict[int, Any] = {}  # came before what was asked for earlier (which could not be sent)
         context: Any = loader.multiprocessing_context or torch.multiprocessing.get_context()
         self._tasks = context.Queue()
@@ -247,12 +248,17 @@ class VirtualWorker:
 
     def tell_to_end(self) -> None:
         """Let the process end after the element that it reads now; ``end`` waits for it."""
+        if self._has_ended:
+            return
         self._done.set()
         self._tasks.put(None)
 
     def end(self) -> None:
         """End the process, by force if it does not within seconds; free what it was connected by."""
+        if self._has_ended:
+            return
         self.tell_to_end()
+        self._has_ended = True
         self._process.join(_JOIN_S)
         for force in (self._process.terminate, self._process.kill):
             if self._process.is_alive():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from taas.errors import ElementError, LoaderError
 from taas_tasks.prep.inspect_loader import inspect_loader
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import Inspection
-from tests.prep import cases
+from tests.prep import cases, stream_cases
 
 
 def inspected(make: Callable[[], DataLoader[Any]], *, units: int = 50, store: Any = None, **more: Any) -> Inspection:
@@ -66,10 +67,102 @@ def test_an_iterable_is_sequential_and_its_length_is_not_known() -> None:
     assert found.warnings == []
 
 
-def test_exact_is_sequential_and_says_so() -> None:
+def test_exact_without_loader_workers_is_sequential_and_says_so() -> None:
     found = inspected(lambda: DataLoader(cases.Noisy(30)), randomness="exact")
-    assert (found.kind, found.order) == ("map", "sequential")
+    assert (found.kind, found.order, found.read_by) == ("map", "sequential", "process")
     assert any("read in sequence by one machine" in text for text in found.warnings)
+
+
+def test_the_workers_of_an_exact_loader_are_its_streams() -> None:
+    found = inspected(lambda: DataLoader(cases.Noisy(30), shuffle=True, num_workers=2), randomness="exact")
+    assert (found.kind, found.order, found.read_by, found.num_streams) == ("map", "recipe", "workers", 2)
+    assert (found.epoch_length, found.is_shared, found.has_position) == (30, True, False)
+    assert found.warnings == []
+
+
+def test_the_base_seeds_of_an_exact_loader_with_a_sampler_of_the_users_are_recorded() -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(cases.Noisy(20), sampler=cases.OddFirst(20), num_workers=1)
+
+    found = inspected(make, randomness="exact")
+    assert (found.order, found.read_by, found.epoch_length, len(found.base_seeds)) == ("chunks", "workers", 20, 3)
+    assert inspected(make).base_seeds == []
+
+
+def test_an_exact_loader_out_of_order_is_refused() -> None:
+    with pytest.raises(LoaderError, match="in_order=False gives another order each time"):
+        inspected(lambda: DataLoader(cases.Noisy(9), num_workers=1, in_order=False), randomness="exact")
+
+
+def test_a_data_pipe_is_read_by_a_process() -> None:
+    pipe = pytest.importorskip("torch.utils.data.datapipes.iter").IterableWrapper(range(9))
+    found = inspected(lambda: DataLoader(pipe, batch_size=3, num_workers=1))
+    assert (found.order, found.read_by, found.num_streams) == ("sequential", "process", 1)
+
+
+def test_the_workers_of_an_iterable_are_its_streams() -> None:
+    found = inspected(stream_cases.ITERABLES["aware in batches"])
+    assert (found.kind, found.order, found.read_by, found.num_streams) == ("iterable", "sequential", "workers", 2)
+    assert (found.epoch_length, found.is_shared, found.has_position, found.warnings) == (None, True, False, [])
+
+
+def test_an_iterable_that_asks_for_no_worker_info_is_told_to_come_several_times() -> None:
+    found = inspected(stream_cases.ITERABLES["unaware"])
+    assert (found.read_by, found.num_streams, found.is_shared) == ("workers", 2, False)
+    (warning,) = found.warnings
+    assert "each element comes 2 times" in warning
+    assert "get_worker_info() (its id and num_workers), or use num_workers=0" in warning
+
+
+def split_by_closure(worker_id: int) -> None:
+    PART.numbers = PART.numbers[worker_id::2]
+
+
+PART = stream_cases.Split(20)
+
+
+def seeds_alone(worker_id: int) -> None:
+    random.seed(worker_id)
+
+
+@pytest.mark.parametrize(
+    ("worker_init_fn", "is_shared"), [(stream_cases.take_part, True), (split_by_closure, True), (seeds_alone, False)]
+)
+def test_a_worker_init_fn_shares_by_what_it_asks_or_by_what_comes_of_it(worker_init_fn: Any, is_shared: bool) -> None:
+    found = inspected(lambda: DataLoader(PART, batch_size=None, num_workers=2, worker_init_fn=worker_init_fn))
+    assert found.is_shared == is_shared
+
+
+@pytest.mark.parametrize("kind", ["a state", "a state of the iterator"])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_state_that_continues_the_stream_is_a_position(kind: str) -> None:
+    found = inspected(stream_cases.ITERABLES[kind])
+    assert (found.has_position, found.warnings) == (True, [])
+
+
+class Unreadable(stream_cases.Resumable):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"object": self}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "reason"),
+    [
+        (stream_cases.Resumable(20, is_true=False), "what it yields behind element 5 differs"),
+        (Unreadable(20), "UnpicklingError"),
+    ],
+)
+def test_a_state_that_does_not_continue_the_stream_is_told(dataset: Any, reason: str) -> None:
+    found = inspected(lambda: DataLoader(dataset, batch_size=None, num_workers=1))
+    assert not found.has_position
+    (warning,) = found.warnings
+    assert warning.startswith("its state_dict does not continue its stream")
+    assert reason in warning
+
+
+def test_loader_workers_that_stay_have_no_position() -> None:
+    found = inspected(lambda: DataLoader(stream_cases.Resumable(9), num_workers=1, persistent_workers=True))
+    assert (found.has_position, found.warnings) == (False, [])
 
 
 def test_values_seeded_per_element_are_equal_in_two_processes() -> None:

@@ -221,3 +221,31 @@ def test_a_late_epoch_of_a_shuffle_costs_one_permutation_and_not_those_of_all_be
     began = time.process_time()
     assert order.rows(100, 0, 1) != first
     assert time.process_time() - began < 20 * max(one_s, 0.02)
+
+
+# --- base seeds -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "shuffled by a generator", "weighted", "a generator shared", "a sampler of the user's"]
+)
+def test_loader_workers_get_the_base_seeds_that_torch_draws(kind: str, persistent: bool) -> None:
+    def make() -> DataLoader[Any]:
+        loader = cases.MAP_LOADERS[kind](6)
+        vars(loader).update(num_workers=1, prefetch_factor=2, persistent_workers=persistent)
+        return loader
+
+    torch.manual_seed(5)
+    loader, wanted, units = make(), [], 0
+    for _ in range(3):
+        one = iter(loader)
+        wanted.append(one._base_seed)
+        units += len(list(one))
+    assert len(set(wanted)) == (1 if persistent else 3)
+    if kind in RECIPES:
+        order = RecipeOrder(make(), seed=5)
+        assert [order.base_seed(epoch) for epoch in (2, 0, 1)] == [wanted[2], wanted[0], wanted[1]]
+    else:
+        found = write_order(make(), name="data", seed=5, units=units, store=MemoryStore(), keys=RunKeys("r"))
+        assert found.base_seeds == wanted[: 1 if persistent else 3]
