@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo up down status test test-quick check format lock bench-launch clean
+.PHONY: help setup demo up down status test test-quick test-exact check format lock bench-launch clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -36,6 +36,11 @@ test: $(READY) ## all tests
 
 test-quick: $(READY) ## all but the tests on the real Airflow
 	$(BIN)/python -m pytest -m "not stack"
+
+CASES ?= 2000
+
+test-exact: $(READY) ## thousands of drawn loaders, machines, ranks and kills against torch (CASES=2000)
+	TAAS_EXACT_CASES=$(CASES) TAAS_EXACT_KILL_CASES=$$(( $(CASES) / 20 + 1 )) $(BIN)/python -m pytest tests/exact --timeout 36000
 
 check: $(READY) ## format, lint, types, walls
 	$(BIN)/ruff format --check .

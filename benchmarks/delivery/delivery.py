@@ -1,0 +1,341 @@
+"""Delivery beside the peers: the same elements, read by two ranks of one host from the same servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.delivery import checks, lanes, peers, prepared, workloads
+from benchmarks.delivery.common import Lane, Options, Section
+from benchmarks.delivery.lanes import EPOCHS, LaneSpec, Runner, Setting
+from benchmarks.delivery.servers import nginx, seaweedfs
+from benchmarks.delivery.zygotes import Zygote
+from taas_tasks.stack.seaweed import BUCKET
+
+SOURCES = ("nginx", "seaweedfs")
+_WRITE_S = 240
+
+
+@dataclass
+class _Bench:
+    options: Options
+    runner: Runner
+    zygotes: dict[str, Zygote]
+    truths: dict[tuple[str, str], checks.Truth]
+    payload: dict[tuple[str, str], int]
+    results: dict[LaneSpec, Lane] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def run(self, lane: LaneSpec, *, verify: bool = False) -> dict[str, Any]:
+        members, folder = self.runner.members(lane, verify=verify)
+        source = self.runner.sources[lane.source]
+        before, server_s = source.requests(), source.cpu_s()
+        found = self.zygotes[lane.library].run(members)
+        after = source.requests()
+        found["requests"] = None if before is None or after is None else after - before - 1
+        found["server_cpu_s"] = source.cpu_s() - server_s
+        stats = folder / "stats.json"
+        if stats.exists():
+            found["fetched_bytes"] = json.loads(stats.read_text())["delivered_bytes"]["data"]
+        shutil.rmtree(folder, ignore_errors=True)
+        return found
+
+
+def run(options: Options) -> Section:
+    """Measure every lane; a peer that fails voids its own lanes only."""
+    before = set(os.listdir("/dev/shm"))
+    try:
+        peers.ensure()
+        with ExitStack() as stack:
+            return _measure(options, stack)
+    finally:
+        _remove_shared_memory(before)
+
+
+def _measure(options: Options, stack: ExitStack) -> Section:
+    root = options.scratch / "delivery"
+    www = root / "www"
+    zygotes = {name: Zygote(name, root / f"zygote-{name}") for name in ("ours", "plain", *peers.LIBRARIES)}
+    for one in zygotes.values():
+        stack.callback(one.close)
+    specs = _specs(quick=options.quick)
+    _say("writing the data")
+    shards = _write(specs, www / BUCKET, root)
+    sources = {"nginx": stack.enter_context(nginx(www, root / "nginx"))}
+    _say("uploading it to SeaweedFS")
+    sources["seaweedfs"] = stack.enter_context(seaweedfs(www, root / "weed"))
+    runner = Runner(root / "runs", sources)
+    for spec in specs:
+        if spec.name.startswith("ceiling") or spec.library in ("webdataset", "plain"):
+            runner.sign(spec, www / BUCKET, shards)
+    bench = _Bench(options, runner, zygotes, *_truths(specs))
+    _say("settings of the peers")
+    tuned: dict[tuple[str, str, str], Setting] = {}
+    chosen = [_tuned(bench, spec, tuned) for spec in specs]
+    _say("verifying every lane")
+    for spec in chosen:
+        _verify(bench, spec)
+    for number in range(options.repetitions):
+        _say(f"repetition {number + 1} of {options.repetitions}")
+        shift = number * max(1, len(chosen) // options.repetitions)
+        for spec in chosen[shift:] + chosen[:shift]:
+            _repeat(bench, spec)
+    return _section(bench)
+
+
+def _say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} delivery: {what}", file=sys.stderr, flush=True)
+
+
+# --- what there is to measure ---------------------------------------------------------------------------------------
+
+
+def _specs(*, quick: bool) -> list[LaneSpec]:
+    found = []
+    for source in SOURCES:
+        for workload in workloads.WORKLOADS.values():
+            if not quick or source == "nginx" or workload.num_elements(quick=True) < 1000:
+                found += _of_workload(workload, source, quick=quick)
+        images = workloads.WORKLOADS["images"].num_elements(quick=quick)
+        for nnodes in (1, 2, 4) if source == "nginx" or not quick else ():
+            name = f"taas, a host of {8 * nnodes} ranks"
+            found.append(LaneSpec(name, "ours", "images", "elements", source, images, nnodes=nnodes, nproc=8))
+    return found
+
+
+def _of_workload(workload: workloads.Workload, source: str, *, quick: bool) -> list[LaneSpec]:
+    name, count = workload.name, workload.num_elements(quick=quick)
+    found = [LaneSpec("ceiling", "ours", name, "elements", source, count)]
+    found.append(LaneSpec("taas", "ours", name, "elements", source, count))
+    found.append(LaneSpec(f"ceiling, {EPOCHS} times", "ours", name, "elements", source, count, epochs=EPOCHS))
+    found.append(LaneSpec(f"taas, {EPOCHS} epochs", "ours", name, "elements", source, count, epochs=EPOCHS))
+    for library in peers.LIBRARIES:
+        found.append(LaneSpec(library, library, name, "elements", source, count))
+        if workload.collated:
+            samples = workloads.BATCH * count
+            found.append(LaneSpec(f"{library}, samples", library, name, "samples", source, samples))
+    plain = min(lanes.PLAIN_OBJECTS[name], count * (workloads.BATCH if workload.collated else 1))
+    layout = "samples" if workload.collated else "elements"
+    found.append(LaneSpec("plain, object per sample", "plain", name, layout, source, plain))
+    return found
+
+
+def _write(specs: list[LaneSpec], bucket: Path, root: Path) -> dict[str, list[tuple[str, int]]]:
+    """Write everyone's data; return our shards by workload."""
+    jobs: dict[str, dict[str, dict[str, Any]]] = {}
+    for spec in specs:
+        if spec.is_peer:
+            folder = str(bucket / lanes.peer_key(spec))
+            job = {"workload": spec.workload, "layout": spec.layout, "count": spec.count, "folder": folder}
+            jobs.setdefault(spec.library, {})[folder] = job
+    running = []
+    for library, todo in jobs.items():
+        path = root / f"write-{library}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"shards": lanes.SHARDS, "jobs": list(todo.values())}))
+        command = [str(peers.python()), "-m", "benchmarks.delivery.peer_writers", library, str(path)]
+        with (root / f"write-{library}.log").open("wb") as log:
+            running.append(
+                subprocess.Popen(
+                    command, env=peers.environment(library), cwd=peers.ROOT, stdout=log, stderr=subprocess.STDOUT
+                )
+            )
+    counts = {spec.workload: spec.count for spec in specs if spec.name == "taas"}
+    try:
+        shards = {
+            one: prepared.write(one, count, bucket / lanes.PREFIX, epochs=EPOCHS) for one, count in counts.items()
+        }
+        for process in running:
+            process.wait(_WRITE_S)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for process, library in zip(running, jobs, strict=True):
+        if process.returncode != 0:
+            _say(f"{library} could not write: {(root / f'write-{library}.log').read_text(errors='replace')[-500:]}")
+            for folder in jobs[library]:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+    return shards
+
+
+def _truths(
+    specs: list[LaneSpec],
+) -> tuple[dict[tuple[str, str], checks.Truth], dict[tuple[str, str], int]]:
+    truths, payload = {}, {}
+    most: dict[tuple[str, str], int] = {}
+    for spec in specs:
+        if spec.library != "plain" or spec.layout == "samples":
+            most[spec.workload, spec.layout] = max(spec.count, most.get((spec.workload, spec.layout), 0))
+    for (workload, layout), count in most.items():
+        make = workloads.sample if layout == "samples" else workloads.element
+        known = [make(workload, index) for index in range(count)]
+        truths[workload, layout] = checks.Truth(
+            tuple((tuple(workloads.identity(one)), workloads.digest(one)) for one in known)
+        )
+        payload[workload, layout] = sum(workloads.num_bytes(one) for one in known)
+    return truths, payload
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def _tuned(bench: _Bench, spec: LaneSpec, tuned: dict[tuple[str, str, str], Setting]) -> LaneSpec:
+    """Return a peer's lane with the setting that was fastest in one run each, from the first source."""
+    if not spec.is_peer:
+        return spec
+    place = (spec.library, spec.workload, spec.layout)
+    if place not in tuned:
+        tuned[place] = _best(bench, spec)
+    return spec.with_setting(tuned[place])
+
+
+def _best(bench: _Bench, spec: LaneSpec) -> Setting:
+    options = lanes.settings(spec.library, spec.count, quick=bench.options.quick)
+    timed = []
+    for setting in options:
+        found = bench.run(spec.with_setting(setting))
+        if "error" not in found:
+            timed.append((found["seconds"], setting))
+    return min(timed, key=lambda one: one[0])[1] if timed else options[0]
+
+
+def _verify(bench: _Bench, spec: LaneSpec) -> None:
+    lane = Lane("delivery", spec.name, spec.workload, spec.source, "MB/s", [])
+    lane.more = {
+        "stores": spec.layout,
+        "setting": str(spec.setting or f"{lanes.FETCHES} fetches at once"),
+        "requests": [],
+        "server_cpu_s": [],
+    }
+    bench.results[spec] = lane
+    if spec.name.startswith("ceiling"):
+        return
+    found = bench.run(spec, verify=True)
+    truth = bench.truths[spec.workload, spec.layout]
+    truth = checks.Truth(truth.elements[: spec.count])
+    if "error" in found:
+        lane.void = f"it failed: {found['error']}"
+    elif spec.nnodes > 1:
+        lane.void = _partial_fault(truth, spec, found["ranks"])
+    else:
+        seen = [rank["seen"] for rank in found["ranks"]]
+        passes = checks.passes(seen, spec.epochs)
+        lane.void = next((why for one in passes if (why := checks.fault(truth, one, spec.order()))), None)
+    if lane.void:
+        _say(f"void: {spec.name}, {spec.workload}, {spec.source}: {lane.void[-600:]}")
+
+
+def _partial_fault(truth: checks.Truth, spec: LaneSpec, ranks: list[dict[str, Any]]) -> str | None:
+    """Return what is wrong with the part of one host of several."""
+    world = spec.nproc * spec.nnodes
+    own = tuple(one for place, one in enumerate(truth.elements) if place % world < spec.nproc)
+    return checks.fault(checks.Truth(own), [rank["seen"] for rank in ranks], checks.strided(spec.groups, spec.nproc))
+
+
+def _repeat(bench: _Bench, spec: LaneSpec) -> None:
+    lane = bench.results[spec]
+    if lane.void:
+        return
+    found = bench.run(spec)
+    if "error" in found:
+        lane.void = f"it failed: {found['error']}"
+        return
+    num_bytes = sum(rank["bytes"] for rank in found["ranks"])
+    num_elements = sum(rank["elements"] for rank in found["ranks"])
+    wanted = spec.count * spec.epochs // (spec.batch or 1) // spec.nnodes
+    if not spec.name.startswith("ceiling") and num_elements != wanted:
+        lane.void = f"{num_elements} elements came in a repetition, not {wanted}"
+        return
+    lane.values.append(num_bytes / 1e6 / found["seconds"])
+    lane.cpu_s_per_gb.append(found["cpu_s"] / (num_bytes / 1e9))
+    lane.more["server_cpu_s"].append(round(found["server_cpu_s"], 2))
+    lane.more["requests"].append(found["requests"])
+    lane.more["payload_bytes"] = num_bytes
+    if "fetched_bytes" in found:
+        lane.more["fetched_bytes"] = found["fetched_bytes"]
+
+
+# --- what was found -------------------------------------------------------------------------------------------------
+
+
+def _section(bench: _Bench) -> Section:
+    found = Section(lanes=list(bench.results.values()), ratios=ratios(bench.results), notes=notes(bench))
+    return found
+
+
+def ratios(results: dict[LaneSpec, Lane]) -> dict[str, Any]:
+    """Return ours against the best peer that stores the same elements, and against the ceiling, by workload."""
+    found: dict[str, Any] = {}
+    for source in SOURCES:
+        suffix = "" if source == "nginx" else f"_{source}"
+        for workload in workloads.WORKLOADS:
+            here = [
+                (spec, lane)
+                for spec, lane in results.items()
+                if (spec.source, spec.workload) == (source, workload) and not lane.void and lane.values
+            ]
+            ours = next((lane for spec, lane in here if spec.name == "taas"), None)
+            ceiling = next((lane for spec, lane in here if spec.name == "ceiling"), None)
+            same = [lane for spec, lane in here if spec.library in peers.LIBRARIES and spec.layout == "elements"]
+            samples = [lane for spec, lane in here if spec.is_peer and spec.layout == "samples"]
+            if ours is None:
+                continue
+            if same:
+                _put(found, f"mb_s_vs_best_peer{suffix}", workload, ours.median / max(one.median for one in same))
+                _put(found, f"cpu_vs_best_peer{suffix}", workload, _cpu(ours) / min(_cpu(one) for one in same))
+            if samples:
+                best = max(one.median for one in samples)
+                _put(found, f"mb_s_vs_best_peer_of_samples{suffix}", workload, ours.median / best)
+            if ceiling is not None:
+                _put(found, f"vs_ceiling_with_start{suffix}", workload, ours.median / ceiling.median)
+            steady = {spec.name.split(",")[0]: lane.median for spec, lane in here if spec.epochs > 1}
+            if len(steady) == 2:
+                _put(found, f"vs_ceiling_by_workload{suffix}", workload, steady["taas"] / steady["ceiling"])
+    by_workload = found.get("vs_ceiling_by_workload", {})
+    found["vs_ceiling"] = min(by_workload.values()) if by_workload else None
+    return found
+
+
+def _put(found: dict[str, Any], name: str, workload: str, value: float) -> None:
+    found.setdefault(name, {})[workload] = round(value, 3)
+
+
+def _cpu(lane: Lane) -> float:
+    return statistics.median(lane.cpu_s_per_gb)
+
+
+def notes(bench: _Bench) -> list[str]:
+    """Return what a reader of the table must know."""
+    cores = os.cpu_count()
+    return [
+        f"{cores} cores are shared by the server, the feeder, two ranks and their loader workers.",
+        *(f"{one.name}: {one.about}." for one in workloads.WORKLOADS.values()),
+        "MB/s are payload bytes over the seconds from the start of reading to the slowest rank's last element; CPU s/GB "
+        "are of all processes of the lane, without the server.",
+        "Peers read by their own S3 clients (mosaicml-streaming, litdata) or by presigned URLs (webdataset with curl, "
+        "plain with urllib3) from the same servers; local caches are in /dev/shm and empty at each start.",
+        "An element of images, records and ragged is a sample: what peers store is the same in both ways. Of batches "
+        "they store samples (and collate in the reader) or the collated elements.",
+        f"The ceiling is one process with as many threads as our feeder has fetches; vs_ceiling is that of {EPOCHS} epochs "
+        "(each read anew from the server), vs_ceiling_with_start that of one short epoch, connecting included.",
+        "torchvision and transformers are replaced by stand-ins, as mosaicml-streaming imports but does not use them.",
+        *bench.notes,
+    ]
+
+
+def _remove_shared_memory(before: set[str]) -> None:
+    """Remove what mosaicml-streaming left in /dev/shm: names of six digits."""
+    for name in set(os.listdir("/dev/shm")) - before:
+        if name[:6].isdigit() and name[6:7] == "_":
+            Path("/dev/shm", name).unlink(missing_ok=True)

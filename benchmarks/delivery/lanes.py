@@ -1,0 +1,174 @@
+"""The lanes: what each runs, with which settings, and the order that it owes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.delivery import checks, prepared
+from benchmarks.delivery.servers import Source
+from benchmarks.delivery.workloads import BATCH, WORKLOADS
+from taas_tasks.delivery.feeder import _MAX_FETCHES as FETCHES
+from taas_tasks.store import open_store
+
+SHARDS = 16
+RANKS = 2
+EPOCHS = 8  # of the lanes in which the start does not count
+PREFIX = "ours"
+PLAIN_OBJECTS = {"images": 320, "records": 1024, "ragged": 1024, "batches": 1024}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a peer's users tune: loader workers per rank, and how far it downloads ahead."""
+
+    workers: int
+    ahead: int
+
+    def __str__(self) -> str:
+        return f"{self.workers} worker(s)" + (f", ahead {self.ahead}" if self.ahead else "")
+
+
+@dataclass(frozen=True)
+class LaneSpec:
+    """One lane over one source. ``layout``: what is stored, "elements" or "samples"."""
+
+    name: str
+    library: str  # of the zygote; "ours" for the ceiling
+    workload: str
+    layout: str
+    source: str
+    count: int  # stored items
+    setting: Setting | None = None
+    nnodes: int = 1
+    nproc: int = RANKS
+    epochs: int = 1
+
+    @property
+    def is_peer(self) -> bool:
+        return self.library != "ours"
+
+    @property
+    def batch(self) -> int:
+        """How many samples the reader collates; 0 where elements are stored."""
+        return BATCH if self.layout == "samples" and WORKLOADS[self.workload].collated else 0
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The ranks of each of the two processes of this host."""
+        share = self.nproc // RANKS
+        return [list(range(share * one, share * (one + 1))) for one in range(RANKS)]
+
+    def with_setting(self, setting: Setting) -> LaneSpec:
+        return replace(self, setting=setting)
+
+    def order(self) -> checks.Order:
+        """Return the order that it owes."""
+        if not self.is_peer:
+            return checks.strided(self.groups, self.nproc * self.nnodes)
+        assert self.setting is not None
+        message = self.batch or WORKLOADS[self.workload].message
+        if self.library == "webdataset":
+            return checks.by_shards(shards=SHARDS, workers=self.setting.workers, message=message)
+        if self.library == "litdata":
+            return checks.ascending(workers=self.setting.workers, message=message)
+        return checks.strided([[0], [1]], RANKS)
+
+
+def settings(library: str, count: int, *, quick: bool) -> list[Setting]:
+    """Return the settings of which the best is taken."""
+    workers = (0, 2) if quick else (0, 1, 2)
+    ahead = {"streaming": count // 4, "litdata": 4}.get(library, 0)
+    return [Setting(one, ahead) for one in workers]
+
+
+@dataclass
+class Runner:
+    """Turns a lane into the members of a run. ``scratch`` is in memory; every run has an empty cache."""
+
+    scratch: Path
+    sources: dict[str, Source]
+    _number: int = field(default=0)
+
+    def members(self, lane: LaneSpec, *, verify: bool) -> tuple[list[dict[str, Any]], Path]:
+        """Return the members, and their folder, which is to be removed after the run."""
+        self._number += 1
+        folder = self.scratch / f"run-{self._number}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if lane.is_peer:
+            return self._peer(lane, folder, verify=verify), folder
+        if lane.name.startswith("ceiling"):
+            return [{"reader": "ceiling", "given": self._ceiling(lane)}], folder
+        return self._ours(lane, folder, verify=verify), folder
+
+    def _ceiling(self, lane: LaneSpec) -> dict[str, Any]:
+        return {"urls_path": str(self.urls_path(lane)), "threads": FETCHES, "epochs": lane.epochs}
+
+    def _ours(self, lane: LaneSpec, folder: Path, *, verify: bool) -> list[dict[str, Any]]:
+        source = self.sources[lane.source]
+        plan = prepared.launch_plan(lane.workload, lane.count, nnodes=lane.nnodes, nproc=lane.nproc, epochs=lane.epochs)
+        (folder / "plan.json").write_bytes(plan.to_bytes())
+        (folder / "counters").mkdir()
+        feeder = {
+            "store": source.config.model_copy(update={"prefix": PREFIX}).model_dump(mode="json"),
+            "launch_plan": plan.model_dump(mode="json"),
+            "node_rank": 0,
+            "socket": str(folder / "s"),
+            "cache_dir": str(folder / "cache"),
+            "stats_path": str(folder / "stats.json"),
+            "host": "bench",
+        }
+        (folder / "feeder.json").write_text(json.dumps(feeder))
+        given = {"plan_path": str(folder / "plan.json"), "socket": str(folder / "s"), "counters": f"{folder}/counters"}
+        ranks = [
+            {"reader": "ours", "given": {**given, "ranks": ranks, "epochs": lane.epochs, "verify": verify}}
+            for ranks in lane.groups
+        ]
+        return [{"reader": "feed", "given": {"path": str(folder / "feeder.json")}, "service": True}, *ranks]
+
+    def _peer(self, lane: LaneSpec, folder: Path, *, verify: bool) -> list[dict[str, Any]]:
+        assert lane.setting is not None
+        source = self.sources[lane.source]
+        given = {
+            "library": lane.library,
+            "ranks": RANKS,
+            "workers": lane.setting.workers,
+            "message": WORKLOADS[lane.workload].message,
+            "batch": lane.batch,
+            "workload": lane.workload,
+            "group": str(folder / "group"),
+            "verify": verify,
+            "source": {
+                "s3": f"s3://{source.config.bucket}/{peer_key(lane)}",
+                "cache": str(folder / "cache"),
+                "urls": str(self.urls_path(lane)),
+                "ahead": lane.setting.ahead,
+                "collated": WORKLOADS[lane.workload].collated and lane.layout == "elements",
+            },
+        }
+        return [{"reader": "read", "given": {**given, "rank": rank}, "env": source.env()} for rank in range(RANKS)]
+
+    def urls_path(self, lane: LaneSpec) -> Path:
+        return self.scratch / "urls" / f"{lane.source}-{lane.library}-{lane.workload}-{lane.layout}.json"
+
+    def sign(self, lane: LaneSpec, www: Path, shards: dict[str, list[tuple[str, int]]]) -> None:
+        """Write the presigned URLs that a lane reads, before anything is measured."""
+        path = self.urls_path(lane)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if lane.library == "ours":
+            store = open_store(self.sources[lane.source].config.model_copy(update={"prefix": PREFIX}))
+            urls: list[Any] = [(store.presign_get(key, expires_s=7200), size) for key, size in shards[lane.workload]]
+        else:
+            store = open_store(self.sources[lane.source].config)
+            names = sorted(one.name for one in (www / peer_key(lane)).iterdir())
+            urls = [store.presign_get(f"{peer_key(lane)}/{name}", expires_s=7200) for name in names]
+        path.write_text(json.dumps(urls))
+
+
+def peer_key(lane: LaneSpec) -> str:
+    """Return the prefix of a peer's dataset."""
+    return f"peers/{lane.library}/{lane.workload}-{lane.layout}"

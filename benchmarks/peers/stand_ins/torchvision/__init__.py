@@ -1,0 +1,1 @@
+"""Stands in for torchvision, which does not work beside this torch: mosaicml-streaming imports it and uses none of it."""

@@ -1,0 +1,5 @@
+"""See the package."""
+
+
+class BatchFeature:
+    """Nothing that is measured uses it."""
