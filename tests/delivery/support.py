@@ -47,6 +47,7 @@ class Prepared:
     sizes: SegmentSizes = field(default_factory=lambda: SegmentSizes(first=4, largest=32, machines=1))
     known_length: bool = True
     width: int = 4
+    pin_memory: bool = False
 
     @property
     def plan(self) -> LoaderPlan:
@@ -57,6 +58,7 @@ class Prepared:
             read_by="index" if self.known_length else "process",
             epoch_length=self.length if self.known_length else None,
             claimed_length=self.length,
+            pin_memory=self.pin_memory,
             num_loader_workers=0,
             batch_size=4,
             element_bytes=100,

@@ -69,7 +69,7 @@ def test_behind_a_stream_that_lags_one_part_of_each_other_stream_is_fetched_ahea
 
 def test_a_rank_holds_a_part_of_each_stream_though_the_budget_is_smaller() -> None:
     prepared, segments = prepare([32, 32, 32])
-    desk = new_desk(prepared, parts=1.5, ranks=Ranks(0, 1, 1))
+    desk = new_desk(prepared, parts=0.9, ranks=Ranks(0, 1, 1))
     for one in segments.values():
         desk.add_segment(one)
     desk.open(1, loader="data", epoch=0, offset=0, index=0, asks=[question(0, stream=s) for s in range(3)])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from taas.errors import DeliveryError
@@ -429,7 +428,33 @@ def test_large_segments_of_a_small_cache_flow_through(store: MemoryStore, tmp_pa
         assert found[rank] == rule(prepared, epoch=0, rank=rank, world_size=2)
 
 
-def test_pinning_without_cuda_is_passed_over(store: MemoryStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "has_gpu"), [(True, True), (True, False), (False, True)])
+def test_elements_are_pinned_when_the_users_loader_did_and_there_is_a_gpu(
+    store: MemoryStore, tmp_path: Path, asked: bool, has_gpu: bool
+) -> None:
+    pinned: list[Any] = []
+
+    def pin(one: Any) -> Any:
+        pinned.append(one)
+        return {**one, "pinned": True}
+
+    prepared = Prepared(store, units=8, length=8, pin_memory=asked).commit_all()
+    with feeding(store, launch_plan(prepared, nproc=2), tmp_path) as host:
+        loader = host.loader(1, has_gpu=lambda: has_gpu, pin=pin)
+        found = list(loader)
+    assert loader.pin_memory is (asked and has_gpu)
+    assert [one.get("pinned", False) for one in found] == [asked and has_gpu] * 4
+    assert len(pinned) == (4 if asked and has_gpu else 0) and ids(found) == [(0, index) for index in (1, 3, 5, 7)]
+
+
+def test_a_pass_that_begins_anew_says_that_its_elements_come_again(
+    store: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prepared = Prepared(store, units=8, length=8).commit_all()
-    with feeding(store, launch_plan(prepared, nproc=1), tmp_path) as host:
-        assert host.loader(0).pin_memory is torch.cuda.is_available() is False or torch.cuda.is_available()
+    with feeding(store, launch_plan(prepared, nproc=1), tmp_path) as host, caplog.at_level(logging.INFO, "taas"):
+        loader = host.loader(0)
+        for number, _ in enumerate(loader):
+            if number == 2:
+                break
+        ids(loader)
+    assert caplog.text.count("pass 1 was left after step 3 and begins anew: its elements come again") == 1

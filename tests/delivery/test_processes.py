@@ -26,7 +26,7 @@ from tests.delivery.processes import (
     stopped_at_the_end,
     wait_until,
 )
-from tests.delivery.support import Prepared, launch_plan, rule
+from tests.delivery.support import MergedPrepared, Prepared, launch_plan, rule
 from tests.support.s3_server import S3Server
 
 pytestmark = pytest.mark.store
@@ -80,6 +80,30 @@ except Exception as error:
         assert json.loads(host.stats_path.read_text())["delivered"] == {"data": 150, "other": 100}
         assert not Path(host.socket_path).exists()
         assert not list((host.folder / "cache").iterdir())
+
+
+def test_ranks_get_the_order_of_streams_that_arrive_in_any_order(s3_server: S3Server, tmp_path: Path) -> None:
+    config = s3_server.fresh_config()
+    prepared = MergedPrepared(open_store(config), units=150, lengths=[[30, 0, 45, 11]])
+    plan = launch_plan(prepared, nproc=2, cache_bytes=40_000)  # a few parts
+
+    def write() -> None:
+        for one in prepared.shuffled(3):
+            time.sleep(0.05)
+            prepared.commit(*one)
+
+    code = GLOO + "loader = taas.loader('data')\nfor _ in range(3):\n    say(ids(loader))\nsay(len(loader))\n"
+    with feeder_process(config, plan, tmp_path) as (host, _):
+        writer = threading.Thread(target=write)
+        writer.start()
+        ranks = start_ranks(host, code, count=2)
+        with stopped_at_the_end(ranks):
+            for rank, process in enumerate(ranks):
+                *passes, length = said(process)
+                for found, epoch in zip(passes, (0, 1, 0), strict=True):
+                    assert pairs(found) == rule(prepared, epoch=epoch, rank=rank, world_size=2)
+                assert length == 32
+        writer.join()
 
 
 def test_counters_are_right_after_a_rank_was_killed_and_the_others_go_on(s3_server: S3Server, tmp_path: Path) -> None:
