@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo up down status test test-quick test-exact check format lock bench-launch clean
+.PHONY: help setup demo up down status test test-quick test-exact check format lock bench-launch bench-delivery clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -62,6 +62,9 @@ lock: ## make requirements.txt anew from requirements.in
 
 bench-launch: $(READY) ## 200 launches of 8 ranks: hangs and seconds by part (var/bench/launch.json)
 	$(BIN)/python benchmarks/bench_launch.py --launches 200 --ranks 8
+
+bench-delivery: $(READY) ## preparing and delivering data beside the peers [QUICK=1] (var/bench/delivery.json, .md, .png)
+	$(BIN)/python -m benchmarks.bench_delivery $(if $(QUICK),--quick)
 
 clean: down ## stop the stack and remove what it made
 	rm -rf var

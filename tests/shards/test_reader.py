@@ -12,6 +12,7 @@ import torch
 
 from taas.errors import DeliveryError, ObjectCorrupt
 from taas_tasks.shards.reader import Lane, read_lane, read_schema
+from taas_tasks.shards.schema import FORMAT
 from taas_tasks.shards.writer import EncodedShard, encode_segment
 from tests.shards.golden import make
 from tests.shards.trees import Record, Sample, same
@@ -136,12 +137,23 @@ def test_an_element_survives_saving_and_pickling() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(element))["x"], torch.arange(5))
 
 
-def test_the_golden_shard_of_format_1_reads_as_it_was_written() -> None:
-    elements = [(index, make.element(index)) for index in range(make.START, make.START + make.COUNT)]
-    shard = encode_segment(elements, allow_pickle=False)
-    data = bytearray(make.PATH.read_bytes())
+@pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state")
+@pytest.mark.parametrize("name", ["format-1.arrow", "format-1-stream.arrow"])
+def test_the_golden_shards_of_format_1_read_as_they_were_written(name: str) -> None:
+    elements = dict(make.segments()[name])
+    shard = encode_segment(elements.items(), allow_pickle=False)
+    data = bytearray((make.FOLDER / name).read_bytes())
     assert data == b"".join(shard.parts)  # what is written today is what was written then
     schema = read_schema(bytes(data[: shard.schema_length]))
+    found = {}
     for record in shard.lanes:
         lane = read_lane(memoryview(data)[record.offset : record.offset + record.length], schema, crc32=record.crc32)
-        assert all(same(lane[row], make.element(lane.index(row))) for row in range(len(lane)))
+        assert {lane.index(row) % 32 for row in range(len(lane))} <= {record.lane}
+        found.update({lane.index(row): lane[row] for row in range(len(lane))})
+    assert sorted(found) == sorted(elements)
+    assert all(same(found[index], elements[index]) for index in elements)
+
+
+def test_every_format_up_to_the_one_that_is_written_has_golden_shards() -> None:
+    versions = {int(path.stem.split("-")[1]) for path in make.FOLDER.glob("format-*.arrow")}
+    assert versions == set(range(1, FORMAT + 1))

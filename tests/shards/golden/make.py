@@ -1,4 +1,4 @@
-"""Make the golden shard of format 1. Run only to add a format: a committed shard is never written again.
+"""Make the golden shards of format 1. Run only to add one: a committed shard is never written again.
 
 python -m tests.shards.golden.make
 """
@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from taas_tasks.shards.writer import encode_segment
+from taas_tasks.streams import nominal_index
 from tests.shards.trees import Record, Sample
 
-PATH = Path(__file__).parent / "format-1.arrow"
+FOLDER = Path(__file__).parent
 START, COUNT = 7, 40
+STREAM, NUM_STREAMS = 1, 3
 
 
 def element(index: int) -> Any:
@@ -37,13 +40,28 @@ def element(index: int) -> Any:
     }
 
 
-def main() -> None:
-    """Write the file, unless it is there."""
-    from taas_tasks.shards.writer import encode_segment
+def sparse_element(position: int) -> Any:
+    """Return the element that stands at a position of the golden stream."""
+    dense = torch.arange(6.0).reshape(2, 3) * (position % 2)
+    return {"position": position, "sparse": dense.to_sparse(), "rows": dense.to_sparse_csr()}
 
-    shard = encode_segment([(index, element(index)) for index in range(START, START + COUNT)], allow_pickle=False)
-    with PATH.open("xb") as file:
-        file.write(b"".join(shard.parts))
+
+def segments() -> dict[str, list[tuple[int, Any]]]:
+    """Return what each golden shard holds: a segment of an epoch, and one of a loader worker's stream."""
+    plain = [(index, element(index)) for index in range(START, START + COUNT)]
+    stream = [
+        (nominal_index(position, STREAM, NUM_STREAMS), sparse_element(position))
+        for position in range(START, START + COUNT)
+    ]
+    return {"format-1.arrow": plain, "format-1-stream.arrow": stream}
+
+
+def main() -> None:
+    """Write the files that are not there."""
+    for name, elements in segments().items():
+        shard = encode_segment(elements, allow_pickle=False)
+        if not (FOLDER / name).exists():
+            (FOLDER / name).write_bytes(b"".join(shard.parts))
 
 
 if __name__ == "__main__":
