@@ -105,7 +105,7 @@ class _Streams:
 
     def prepare(self) -> Tally:
         self._abort.check()
-        self._skip(self._poll())
+        self._skip(self._reader.catch_up())
         try:
             self._advance_all(self._streams)  # loader workers are forked before the pipeline starts its threads
             with Pipeline(
@@ -120,11 +120,13 @@ class _Streams:
             end_all([stream.worker for stream in self._streams if stream.worker is not None])
         return self._tally
 
-    def _skip(self, committed: list[ShardRecord]) -> None:
+    def _skip(self, last_ones: list[ShardRecord]) -> None:
+        """Pass over what is committed, of which these are the last records of each stream's epochs."""
+        self._latest = {record.stream: record for record in last_ones}
         for stream in self._streams:
             stream.enter(0, *self._merged.next_segment(0, stream.number))
         own = {stream.number for stream in self._streams}
-        self._tally.skipped = sum(record.stream in own for record in committed)
+        self._tally.skipped = sum(record.n + 1 for record in last_ones if record.stream in own)
 
     # --- the loop
 
@@ -136,8 +138,8 @@ class _Streams:
             return
         epochs = [stream.epoch for stream in self._streams]
         touched = self._receive(working)
-        if len(working) < len(self._streams) and time.monotonic() - self._polled_at >= self._pace.refresh_s:
-            self._poll()
+        if time.monotonic() - self._polled_at >= self._pace.refresh_s:
+            self._poll()  # in small portions: the ledger of a long run is long
             touched = self._streams
         self._advance_all(touched)
         if epochs != [stream.epoch for stream in self._streams]:
@@ -155,7 +157,6 @@ class _Streams:
     def _poll(self) -> list[ShardRecord]:
         gained = self._reader.poll()
         self._polled_at = time.monotonic()
-        self._latest.update({record.stream: record for record in gained})
         if self._plan.inspection.order == "sequential":
             self._refuse_empty_epochs()
         return gained

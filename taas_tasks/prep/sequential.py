@@ -1,8 +1,8 @@
 """Preparing a loader that can only be read in sequence: one machine iterates the user's own loader, epoch after epoch.
 
-This is the whole of an iterable loader, and of any loader with randomness "exact": the process is seeded as a script
-seeds it, the loader keeps its own workers, and nothing here draws a random number, so that the elements are those
-that the loader yields in one process. A retry reads again from the start and passes over what is committed.
+That is one without loader workers that is iterable, or asked for with randomness "exact", and one with an ``__iter__``
+of its own. The process is seeded as a script seeds it, and nothing here draws a random number, so that the elements are
+those that the loader yields in one process. A retry reads again from the start and passes over what is committed.
 """
 
 from __future__ import annotations

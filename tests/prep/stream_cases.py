@@ -17,7 +17,7 @@ from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import Plan
 from tests.prep import cases
 
-QUICK = Pace(refresh_s=0.0, poll_s=0.01)
+QUICK = Pace(refresh_s=1.0, poll_s=0.01)
 _PATIENCE = 30  # records asked for in vain, one after the other, before a machine's turn ends
 _TURNS = 60
 

@@ -452,7 +452,7 @@ class Machines:
     def _prepare(self, machine: int, generation: int) -> None:
         store = open_store(self.config)
         try:
-            cases.prepare(store, slow, self.plan, machine=machine, generation=generation)
+            cases.prepare(store, slow, self.plan, machine=machine, generation=generation, pace=stream_cases.QUICK)
         except TaasError:
             os._exit(1)
         os._exit(0)

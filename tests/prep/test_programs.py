@@ -32,9 +32,19 @@ RUN_ID = "manual__programs"
 RUN = run_key(RUN_ID)
 KEYS = RunKeys(RUN)
 DATA = """
+import random
 import time
 import numbers_of_mine
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        for number in range(info.id, 30, info.num_workers):
+            yield {"value": numbers_of_mine.OFFSET + number, "drawn": random.random()}
+
+def make_streams():
+    return DataLoader(Stream(), batch_size=2, num_workers=2, collate_fn=lambda rows: rows)
 
 class Slow(Dataset):
     def __len__(self):
@@ -110,8 +120,8 @@ def hosts(s3_server: S3Server, tmp_path: Path) -> Iterator[Hosts]:
     made.end()
 
 
-def plan_of(hosts: Hosts, *, units: int, machines: int) -> Plan:
-    source = "data_in_programs.py:make_loader"
+def plan_of(hosts: Hosts, *, units: int, machines: int, name: str = "make_loader") -> Plan:
+    source = f"data_in_programs.py:{name}"
     process, job = hosts.start(
         inspect_program, "inspect", source=source, seed=6, randomness="element", units=units, allow_pickle=False
     )
@@ -146,14 +156,30 @@ def test_a_machine_killed_in_the_middle_loses_and_doubles_nothing(
     results = [outcome(other, other_job), outcome(again, again_job)]
     assert all(found["ok"] for found in results), results
     stored = oracle.committed_stream(hosts.store, RUN, "data")
-    (project / "data_in_programs.py").write_text(DATA)
-    (project / "numbers_of_mine.py").write_text("OFFSET = 1000\n")
-    monkeypatch.syspath_prepend(str(project))
+    oracle.assert_same_stream(stored.stream, local_stream(project, monkeypatch, "make_loader", units=60))
+    oracle.assert_padding(stored)
+
+
+def local_stream(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, *, units: int) -> list[oracle.Item]:
+    """Return what the project's loader yields in this process."""
+    (folder / "data_in_programs.py").write_text(DATA)
+    (folder / "numbers_of_mine.py").write_text("OFFSET = 1000\n")
+    monkeypatch.syspath_prepend(str(folder))
     import data_in_programs  # type: ignore[import-not-found]
 
-    wanted = oracle.local_stream(data_in_programs.make_loader(), seed=6, units=60)
-    oracle.assert_same_stream(stored.stream, wanted)
-    oracle.assert_padding(stored)
+    return oracle.local_stream(getattr(data_in_programs, name)(), seed=6, units=units)
+
+
+def test_machines_share_the_loader_workers_of_an_iterable(
+    hosts: Hosts, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(hosts, units=23, machines=3, name="make_streams")
+    assert (plan.loaders["data"].num_streams, plan.loaders["data"].machines) == (2, 2)
+    started = [hosts.start(prepare_program, f"m{machine}", plan=KEYS.plan, machine=machine) for machine in (0, 1)]
+    results = [outcome(process, job) for process, job in started]
+    assert all(found["ok"] for found in results), results
+    stored = oracle.committed_stream(hosts.store, RUN, "data")
+    oracle.assert_same_stream(stored.stream, local_stream(project, monkeypatch, "make_streams", units=23))
 
 
 def test_an_aborted_run_ends_a_running_preparation(hosts: Hosts) -> None:
