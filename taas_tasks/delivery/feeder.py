@@ -426,7 +426,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, leave)
     started = time.monotonic()
     feeder.serve()
-    _log.info("the feeder ends after %.1f s", time.monotonic() - started)
+    _log.debug("the feeder ends after %.1f s", time.monotonic() - started)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -53,10 +54,22 @@ def _as_shown(line: bytes) -> bytes:
 
 
 class LogMerger:
-    """Follows the log files of all ranks of a node and writes their lines, prefixed, to one stream; rank 0 first."""
+    """Follows the log files of all ranks of a node and writes their lines, prefixed, to one stream; rank 0 first.
 
-    def __init__(self, logs: dict[int, Path], *, host: str, out: BinaryIO, period_s: float = 0.1) -> None:
-        self._tails = [_Tail(logs[rank], f"[{host} r{rank}] ".encode()) for rank in sorted(logs)]
+    ``others``: logs of processes that are no ranks, by what they are.
+    """
+
+    def __init__(
+        self,
+        logs: dict[int, Path],
+        *,
+        host: str,
+        out: BinaryIO,
+        others: Mapping[str, Path] | None = None,
+        period_s: float = 0.1,
+    ) -> None:
+        named = {**{f"r{rank}": logs[rank] for rank in sorted(logs)}, **(others or {})}
+        self._tails = [_Tail(path, f"[{host} {name}] ".encode()) for name, path in named.items()]
         self._out = out
         self._period_s = period_s
         self._stopping = threading.Event()

@@ -208,7 +208,8 @@ class Node:
             )
         if self.merger is None:
             logs = {rank: self.files.log(rank) for rank in ranks.values()}
-            self.merger = LogMerger(logs, host=self.given.host, out=sys.stdout.buffer)
+            feeder = {"feeder": self.files.feeder_log} if self.feeder is not None else {}
+            self.merger = LogMerger(logs, host=self.given.host, out=sys.stdout.buffer, others=feeder)
             self.merger.start()
 
     def _run_gang(self, rendezvous_store: Any) -> None:

@@ -24,6 +24,15 @@ def test_every_line_has_host_and_rank_and_nothing_is_lost(tmp_path: Path) -> Non
     assert len(lines) == 201
 
 
+def test_the_log_of_another_process_is_shown_by_its_name(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    for name in ("rank", "feeder"):
+        (tmp_path / name).write_text(f"{name} says\n")
+    merger = LogMerger({4: tmp_path / "rank"}, host="h", out=out, others={"feeder": tmp_path / "feeder"})
+    merger.stop()
+    assert out.getvalue() == b"[h r4] rank says\n[h feeder] feeder says\n"
+
+
 def test_lines_are_shown_while_the_rank_still_writes(tmp_path: Path) -> None:
     log, out = tmp_path / "0.log", io.BytesIO()
     merger = LogMerger({0: log}, host="h", out=out, period_s=0.01)
