@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from taas.errors import ObjectMissing
 from taas.flavors import FLAVORS
 from taas.request import LoaderRef, TrainRequest
 from taas_tasks.layout import RunKeys
+from taas_tasks.ledger import read_record
 from taas_tasks.plan import make_plan, num_segments, segment_bounds
 from taas_tasks.store.base import ObjectInfo
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.streams import lengths_of_streams
-from taas_tasks.values import Inspection, LoaderPlan, PinnedRequest, Plan, Versions
+from taas_tasks.values import (
+    Inspection,
+    JobRecord,
+    LoaderPlan,
+    NodeResult,
+    PinnedRequest,
+    Plan,
+    RankPass,
+    RankResult,
+    ShardRecord,
+    Versions,
+)
 
 UNITS = 20_480_000
 GPUS = 32
@@ -98,6 +109,13 @@ class SimulatedStore(MemoryStore):
         for stream in itertools.islice(itertools.cycle(self._totals), count):
             self._there[stream] = min(self._totals[stream], self._there[stream] + 1)
 
+    def records(self) -> Iterator[ShardRecord]:
+        """Yield what is there, stream by stream."""
+        keys = RunKeys(RUN)
+        for stream, there in self._there.items():
+            for n in range(there):
+                yield read_record(self._record(stream, n), keys.ledger_record(LOADER, 0, stream, n))
+
     def get(self, key: str) -> bytes:
         """Return a record, or an object that was put."""
         self.requests += 1
@@ -143,13 +161,37 @@ def store_of(plan: Plan) -> SimulatedStore:
     return store
 
 
-def passes_of(world_size: int, *, count: int) -> list[dict[str, Any]]:
-    """Return the fields of full passes of every rank, one after another."""
-    return [
-        {
-            "loader": LOADER, "rank": rank, "number": number, "epoch": 0, "offset": 0, "num_steps": UNITS // world_size,
-            "complete": True, "replay": number > 0, "wait_s": 0.0, "num_bytes": 1,
-        }
-        for rank in range(world_size)
-        for number in range(count)
-    ]  # fmt: skip
+def put_training(store: SimulatedStore, *, num_passes: int) -> None:
+    """Put what a training leaves whose every rank made so many full passes."""
+    keys = RunKeys(RUN)
+    train = {"task_id": "train", "generation": 1, "host": "g2-0", "flavor": "g2.8", "ok": True}
+    store.put(keys.job_record("train"), JobRecord(job_id="train", started_at=1.0, ended_at=2.0, **train).to_bytes())
+    for node in range(GPUS // 8):
+        ranks = [
+            RankResult(
+                rank=rank,
+                local_rank=rank % 8,
+                exit_code=0,
+                passes=[_full_pass(rank, number) for number in range(num_passes)],
+            )
+            for rank in range(8 * node, 8 * node + 8)
+        ]
+        result = NodeResult(
+            node_rank=node, host=f"g2-{node}", generation=1, ok=True, ranks=ranks, delivered={LOADER: UNITS // 4}
+        )
+        store.put(keys.node_result(1, node), result.to_bytes())
+
+
+def _full_pass(rank: int, number: int) -> RankPass:
+    return RankPass(
+        loader=LOADER,
+        rank=rank,
+        number=number,
+        epoch=0,
+        offset=0,
+        num_steps=UNITS // GPUS,
+        complete=True,
+        replay=number > 0,
+        wait_s=0.0,
+        num_bytes=1,
+    )
