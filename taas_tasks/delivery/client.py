@@ -288,8 +288,10 @@ class PassReader:
         self._num_certain = self._shape.steps_within(told["reach"])
         if "epoch_length" in told:
             self._learn(_ending(told))
-        if self._asked_in is not self._merge and (asks := self._first_asks()):
-            self._connection.send("ask", asks=asks)
+        if self._asked_in is not self._merge:
+            leaves, asks = self._leave_streams(), self._first_asks()
+            if leaves or asks:
+                self._connection.send("ask", asks=asks, leaves=leaves)
 
     def _learn(self, ending: Ending) -> None:
         self.ending = ending
@@ -355,6 +357,18 @@ class PassReader:
         idle = [stream for stream in range(self._shape.num_streams) if self._slots[stream].is_idle]
         places = [self._next_place(stream, 0) for stream in idle]
         return [self._question(place.stream, place) for place in places if place is not None]
+
+    def _leave_streams(self) -> list[int]:
+        """Let go of the streams of which this rank takes nothing more, as another one has ended; return them."""
+        streams = range(self._shape.num_streams)
+        left = [one for one in streams if not self._slots[one].is_idle and self._next_place(one, 0) is None]
+        for stream in left:
+            slot = self._slots[stream]
+            for part in (slot.part, slot.ahead):
+                if part is not None:
+                    self._release(part)
+            self._slots[stream] = _Slot(number=slot.number + 1)  # what is still on its way is not what is asked for
+        return left
 
     def _next_place(self, stream: int, position: int) -> Place | None:
         """Return the first element of a stream, from a position on, that this rank takes, as far as is known."""

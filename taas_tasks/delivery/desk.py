@@ -201,15 +201,17 @@ class Desk:
         """A rank wants to ask about an epoch without reading it."""
         self._cursors[connection] = _Cursor(loader, epoch, 0, 0, reads=False)
 
-    def ask(self, connection: int, *, asks: Sequence[Sequence[int]]) -> None:
-        """A rank wants parts: (slot, number, stream, position, offset) of each.
+    def ask(self, connection: int, *, asks: Sequence[Sequence[int]], leaves: Sequence[int] = ()) -> None:
+        """A rank wants parts: (slot, number, stream, position, offset) of each, and no more of the slots it leaves.
 
         That is the part with an element of a stream, read as in a pass from ``offset`` on. It takes the place of what
         was asked for before in the same slot; ``number`` comes back with the answer.
         """
         cursor = self._cursors[connection]
         loader = self._loaders[cursor.loader]
-        loader.may_answer = True
+        loader.may_answer, loader.may_move = True, loader.may_move or bool(leaves)
+        for of_slot in leaves:
+            cursor.slots.pop(of_slot, None)
         for of_slot, number, stream, position, offset in asks:
             slot = cursor.slots[of_slot] = _Slot(number, stream, position, offset)
             segment = loader.catalogue.find(cursor.epoch, slot.stream, slot.position)

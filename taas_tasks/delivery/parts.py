@@ -19,6 +19,7 @@ from taas_tasks.streams import Merge, lane_period, nominal_index
 from taas_tasks.values import ShardRecord
 
 _ALIGNMENT = 64
+_BRIDGE_BYTES = 1 << 16  # are read sooner than another range is asked for
 
 
 @cache
@@ -171,14 +172,17 @@ class PartLayout:
     num_bytes: int
 
 
-def lay_out(segment: Segment, bits: int) -> PartLayout:
-    """Return how the schema and some lanes of a segment lie in a cache file: as few ranges as there can be."""
+def lay_out(segment: Segment, bits: int, *, bridge_bytes: int = _BRIDGE_BYTES) -> PartLayout:
+    """Return how the schema and some lanes of a segment lie in a cache file: as few ranges as there can be.
+
+    Up to ``bridge_bytes`` that nobody wants are read to save a range, such as the empty lanes of other streams.
+    """
     wanted = segment.lanes(bits)
     spans: list[Span] = []
     for start, length in [(0, segment.schema_length), *((one.offset, one.length) for one in wanted)]:
         last = spans[-1] if spans else None
-        if last is not None and last.start + last.length == start:
-            spans[-1] = Span(last.start, last.length + length, last.place)
+        if last is not None and start - last.start - last.length <= bridge_bytes:
+            spans[-1] = Span(last.start, start + length - last.start, last.place)
         else:
             spans.append(Span(start, length, _aligned(last.place + last.length) if last else 0))
     lanes = tuple((one.lane, _place(spans, one.offset), one.length) for one in wanted)

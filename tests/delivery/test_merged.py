@@ -100,6 +100,7 @@ def test_a_cache_smaller_than_a_part_of_each_stream_lets_ranks_through_that_run_
     [
         ([64, 6, 20], 3),  # its host of one rank reads stream 0 alone, then stream 2 as well
         ([64, 5], 4),  # it has each second element of stream 0, then others, which lie in other lanes
+        ([64, 5, 64], 2),  # it reads all streams, then stream 2 alone
     ],
 )
 def test_streams_that_end_while_their_parts_are_read_send_other_elements_to_the_ranks(

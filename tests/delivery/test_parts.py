@@ -9,7 +9,8 @@ from taas_tasks.delivery.steps import Ending, epochs_with_steps, num_steps, plac
 from taas_tasks.plan import epochs_of
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.streams import Merge
-from tests.delivery.support import Prepared
+from taas_tasks.values import SegmentSizes
+from tests.delivery.support import MergedPrepared, Prepared
 
 
 def segment(length: int = 64) -> Segment:
@@ -27,7 +28,7 @@ def test_a_hosts_lanes_are_one_range_of_the_file_or_two_after_a_resume(
     one = segment()
     for node in range(nnodes):
         bits = Ranks(node * nproc, nproc, nnodes * nproc).lanes(offset)
-        spans = lay_out(one, bits).spans
+        spans = lay_out(one, bits, bridge_bytes=0).spans
         behind_schema = [span for span in spans if span.start + span.length > one.schema_length]
         assert len(behind_schema) <= ranges
 
@@ -53,6 +54,21 @@ def test_the_layout_holds_the_schema_and_every_lane_once_at_aligned_places() -> 
     lengths = {one.lane: one.length for one in one.lanes(2**32 - 1)}
     assert all(place % 8 == 0 and length == lengths[lane] for lane, place, length in layout.lanes)
     assert layout.num_bytes < sum(lengths.values())
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 4, 8])
+def test_a_stream_is_one_range_of_the_file_to_a_host_though_its_lanes_are_apart(num_streams: int) -> None:
+    lengths = [64] * num_streams
+    sizes = SegmentSizes(first=64, largest=64, machines=1)
+    prepared = MergedPrepared(MemoryStore(), units=sum(lengths), lengths=[lengths], sizes=sizes, width=20_000)
+    for stream in range(num_streams):
+        one = Segment.of(prepared.commit(0, stream, 0), num_streams=num_streams)
+        for node in range(2):
+            bits = Ranks(node * 8, 8, 16).merged_lanes(Merge(num_streams), stream, start=0, stop=64, offset=0)
+            layout = lay_out(one, bits)
+            assert len([span for span in layout.spans if span.start + span.length > one.schema_length]) == 1
+            wanted = sum(lane.length for lane in one.lanes(bits))
+            assert wanted <= layout.num_bytes - one.schema_length < wanted + (1 << 16)
 
 
 def test_a_segment_counts_the_real_elements_of_some_lanes() -> None:
