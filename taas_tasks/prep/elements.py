@@ -51,8 +51,9 @@ class ElementDataset(Dataset[Any]):
     which element it was, and constructors that take other arguments than a message.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int, keeps_states: bool = False) -> None:
+    def __init__(self, loader: DataLoader[Any], *, seed: int, keeps_states: bool = False, packs: bool = False) -> None:
         self.dataset = loader.dataset
+        self._packs = packs
         self._keeps_states = keeps_states
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._is_batched = loader.batch_sampler is not None
@@ -62,9 +63,10 @@ class ElementDataset(Dataset[Any]):
     def __getitem__(self, task: Task) -> Any:
         try:
             with kept_states() if self._keeps_states else nullcontext():
-                return self._load(task)
+                element = self._load(task)
         except Exception as error:  # noqa: BLE001 (user code may raise anything; the caller names the element)
             return Failure(task.epoch, task.index, _short(repr(task.row)), describe(error), users_traceback(error))
+        return packed(element) if self._packs else element
 
     def _load(self, task: Task) -> Any:
         if task.epoch != self._epoch:
@@ -110,11 +112,13 @@ def loader_of_tasks(
     seed: int,
     num_workers: int | None = None,
     is_as_drawn: bool = False,
+    packs: bool = False,
 ) -> DataLoader[Any]:
     """Return a loader that loads ``tasks`` in order with the workers and settings of the user's loader.
 
     Yields elements, or ``Failure``s. ``num_workers`` takes the place of the loader's own where given. ``is_as_drawn``:
     the global generators end up as after iterating the user's loader, as long as its dataset draws nothing from them.
+    ``packs``: loader workers send small tensors ``packed``; ``owned`` gives them back.
     """
     workers = loader.num_workers if num_workers is None else num_workers
     many: dict[str, Any] = {}
@@ -126,7 +130,7 @@ def loader_of_tasks(
             "persistent_workers": loader.persistent_workers and is_as_drawn,
         }
     return DataLoader(
-        ElementDataset(loader, seed=seed, keeps_states=is_as_drawn),
+        ElementDataset(loader, seed=seed, keeps_states=is_as_drawn, packs=packs and workers > 0),
         batch_size=None,
         sampler=tasks,
         collate_fn=as_is,
@@ -137,17 +141,57 @@ def loader_of_tasks(
     )
 
 
+_PACKED_BYTES = 1 << 16  # what a pipe holds
+_PACKED_TYPES = frozenset(
+    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
+    | {torch.bool}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A small tensor on its way from a loader worker: its bytes go through the pipe with the rest of the element.
+
+    torch puts every tensor into a file of its own and hands that over by a connection: a millisecond of CPU each, more
+    than all else that a small element costs.
+    """
+
+    array: Any
+
+
+def packed(element: Any) -> Any:
+    """Return the element with its small, plain tensors ``Packed``; containers that hold some are new ones."""
+    kind = type(element)
+    if kind is torch.Tensor:
+        return Packed(element.numpy()) if _is_packable(element) else element
+    if kind is dict:
+        return {key: packed(value) for key, value in element.items()}
+    if kind is list or kind is tuple:
+        return kind([packed(value) for value in element])
+    return element
+
+
+def _is_packable(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.dtype in _PACKED_TYPES
+        and tensor.nbytes <= _PACKED_BYTES
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
+        and not tensor.is_neg()
+    )
+
+
 def owned(element: Any, *, always: bool) -> Any:
     """Return the element with its tensors in memory of their own.
 
     A tensor from a loader worker lies in shared memory and holds a file descriptor: a segment of them would use up the
     descriptors and /dev/shm. With ``always`` everything is copied: in-process datasets may yield one buffer, or one
     dict, again and again. Without it containers, which came through a pipe, are changed in place where they can be.
+    What a loader worker has ``packed`` is a tensor again.
     """
-    if isinstance(element, torch.Tensor):
-        return _copied(element) if always or _is_shared(element) else element
-    if isinstance(element, np.ndarray):
-        return element.copy() if always else element
+    if isinstance(element, torch.Tensor | np.ndarray | Packed):
+        return _owned_leaf(element, always=always)
     if isinstance(element, tuple):
         return _owned_tuple(element, always=always)
     if not isinstance(element, (dict, UserDict, list)) and not _is_dataclass(element):
@@ -163,6 +207,14 @@ def owned(element: Any, *, always: bool) -> Any:
             if hasattr(element, field.name):
                 object.__setattr__(element, field.name, owned(getattr(element, field.name), always=always))
     return element
+
+
+def _owned_leaf(leaf: Any, *, always: bool) -> Any:
+    if isinstance(leaf, Packed):
+        return torch.from_numpy(leaf.array)
+    if isinstance(leaf, torch.Tensor):
+        return _copied(leaf) if always or _is_shared(leaf) else leaf
+    return leaf.copy() if always else leaf
 
 
 def _is_dataclass(element: Any) -> bool:

@@ -207,7 +207,7 @@ class _Share:
 
         always = self._loader.num_workers == 0
         try:
-            for element in loader_of_tasks(self._loader, _Once(noted()), seed=self._seed):
+            for element in loader_of_tasks(self._loader, _Once(noted()), seed=self._seed, packs=True):
                 if isinstance(element, Failure):
                     raise raised_at(element, self._producer)
                 self._awaited.popleft()

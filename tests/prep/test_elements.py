@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from taas.errors import LoaderError
-from taas_tasks.prep.elements import Failure, Task, element_seeded, loader_of_tasks, owned
+from taas_tasks.prep.elements import Failure, Packed, Task, element_seeded, loader_of_tasks, owned, packed
 from taas_tasks.prep.seeding import seed_start
 from tests.prep import cases, oracle
 
@@ -133,3 +133,47 @@ def test_a_buffer_that_the_dataset_uses_again_is_copied() -> None:
     buffer["y"][0] += 1
     buffer["y"].append(2)
     assert oracle.equal(kept, {"x": torch.zeros(2), "y": [np.zeros(2)]})
+
+
+class Kept(cases.Squares):
+    """Keeps what it gives: one dict of all kinds of leaves, for every index."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.element = {
+            "small": torch.arange(6).reshape(2, 3).t(),
+            "empty": torch.empty(0, 3),
+            "number": torch.tensor(2.5, dtype=torch.float16),
+            "bools": [torch.tensor([True, False]), (torch.tensor([1, 2], dtype=torch.uint8), "text")],
+            "view": torch.zeros(1 << 20)[:4],
+            "large": torch.zeros(1 << 15),
+            "brain": torch.ones(3, dtype=torch.bfloat16),
+            "grad": torch.ones(3, requires_grad=True),
+            "parameter": torch.nn.Parameter(torch.ones(2)),
+            "pair": Pair(torch.ones(1), 2),
+            "array": np.arange(3),
+        }
+
+    def __getitem__(self, index: int) -> Any:
+        return self.element
+
+
+def test_small_plain_tensors_come_packed_and_are_the_same_again() -> None:
+    dataset = Kept()
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, collate_fn=lambda one: one)
+    (found,) = loader_of_tasks(loader, tasks(loader, 1), seed=0, packs=True)
+    by_pipe = {name for name, leaf in found.items() if isinstance(leaf, Packed)}
+    assert by_pipe == {"small", "empty", "number", "view"}
+    assert isinstance(found["bools"][0], Packed) and isinstance(found["bools"][1][0], Packed)
+    back = owned(found, always=False)
+    assert {name: oracle.equal(leaf, dataset.element[name]) for name, leaf in back.items()} == dict.fromkeys(back, True)
+    back["small"][0, 0] = 7  # writable, and its own
+    assert not back["small"].is_shared()
+
+
+def test_packing_changes_nothing_of_the_users() -> None:
+    element = Kept().element
+    before = dict(element)
+    packed(element)
+    assert all(element[name] is leaf for name, leaf in before.items())
+    assert isinstance(element["bools"][0], torch.Tensor)
