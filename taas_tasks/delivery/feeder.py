@@ -194,6 +194,7 @@ class Feeder:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._stopping = False
+        self._closing = threading.Event()
         self._selector = selectors.DefaultSelector()
         self._follower = _Follower(
             store,
@@ -236,6 +237,7 @@ class Feeder:
         return listener
 
     def _close(self, listener: socket.socket) -> None:
+        self._closing.set()
         self._follower.stop()
         Path(self._socket_path).unlink(missing_ok=True)
         for connection in [listener, *self._connections.values()]:
@@ -353,12 +355,18 @@ class Feeder:
                 cache_dir=self._cache_dir,
                 host=self._host,
                 repair=self._repair_part if self._repairs is not None else None,
+                pause=self._pause,
             )
         except Exception as error:  # noqa: BLE001 (whatever it is, the ranks must hear of it)
             known = error if isinstance(error, TaasError) else DeliveryError(f"fetching {action.key} failed: {error!r}")
             self._post(lambda: self._desk.fetch_failed(action.key, known))
         else:
             self._post(lambda: self._fetched(action, file))
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before the next try of a fetch; not for a store that is down when the feeder ends."""
+        if self._closing.wait(seconds):
+            raise DeliveryError(f"the feeder of host {self._host} ends")
 
     def _repair_record(self, lost: LostSegment) -> None:
         """Runs in a thread of its own, like ``_fetch``."""

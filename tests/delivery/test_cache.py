@@ -98,6 +98,21 @@ def test_a_store_that_is_down_is_waited_for_with_pauses_that_grow_and_vary(tmp_p
     assert max(pauses[:3]) <= 0.8 and max(pauses) <= 20 and max(pauses[6:]) > max(pauses[:3])
 
 
+def test_a_pause_that_is_broken_off_ends_the_waiting_and_leaves_no_file_open(tmp_path: Path) -> None:
+    class Down(MemoryStore):
+        def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+            raise StoreUnavailable("no answer")
+
+    def feeder_ends(_: float) -> None:
+        raise DeliveryError("the feeder ends")
+
+    _, segment = prepared()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(DeliveryError, match="the feeder ends"):
+        fetch(Down(), segment, tmp_path, feeder_ends)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_lost_segment_is_repaired_and_fetched_again(tmp_path: Path) -> None:
     store, segment = prepared()
     whole = store.get(segment.key)
