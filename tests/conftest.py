@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from taas_tasks.store import ObjectStore, open_store
 from taas_tasks.store.memory import MemoryStore
 from tests.support.s3_server import S3Server, running_s3_server
+
+# properties are not about seconds: a busy machine must not fail them
+settings.register_profile("taas", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("taas")
 
 
 @pytest.fixture(scope="session")
