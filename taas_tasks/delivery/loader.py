@@ -78,8 +78,9 @@ class DeliveredDataset(IterableDataset[Any]):
 class _WholePass(Sampler[Any]):
     """The sampler that users see: order and epochs were settled when the data was prepared."""
 
-    def __init__(self, length: Callable[[], int]) -> None:
+    def __init__(self, length: Callable[[], int], *, begins: Callable[[], None]) -> None:
         self._length = length
+        self._begins = begins
 
     def __len__(self) -> int:
         return self._length()
@@ -88,7 +89,8 @@ class _WholePass(Sampler[Any]):
         return iter(range(self._length()))
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: a pass counts its epoch itself."""
+        """A pass counts its epoch itself; but whoever calls this is about to begin one."""
+        self._begins()
 
 
 class DeliveredLoader(DataLoader[Any]):
@@ -122,7 +124,8 @@ class DeliveredLoader(DataLoader[Any]):
             num_workers=0,
             pin_memory=plan.inspection.pin_memory and delivery.has_gpu(),
         )
-        object.__setattr__(self, "sampler", _WholePass(self.__len__))  # DataLoader forbids changing it from outside
+        sampler = _WholePass(self.__len__, begins=lambda: self.set_epoch(0))
+        object.__setattr__(self, "sampler", sampler)  # DataLoader forbids changing it from outside
 
     @property
     def name(self) -> str:
@@ -163,7 +166,13 @@ class DeliveredLoader(DataLoader[Any]):
         return AcceleratedPass(started, has_ended=started.has_ended) if self._taas_is_accelerated else started
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: a pass counts its epoch itself."""
+        """A pass counts its epoch itself. But whoever calls this is about to begin one, which ``len`` is now about.
+
+        (Lightning asks for the length before it calls ``iter``, and never takes a pass to its StopIteration.)
+        """
+        before = self._taas_open() if self._taas_open else None
+        if before is not None and before.has_ended():
+            self._taas_open = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the training loop stands, in elements over all ranks: it fits any world size."""

@@ -150,6 +150,21 @@ def test_the_epoch_ends_with_the_last_yield_not_with_stop_iteration(store: Memor
     assert [one.complete for one in read_passes(host.counters_dir)] == [True, True]
 
 
+def test_len_is_the_ended_passs_until_set_epoch_says_that_the_next_begins(store: MemoryStore, tmp_path: Path) -> None:
+    """Lightning asks ``len`` before ``iter``; a script may ask it in the body of a pass's last step."""
+    prepared = Prepared(store, units=12, length=8).commit_all()
+    with feeding(store, launch_plan(prepared, nproc=2), tmp_path) as host:
+        loader = host.loader(0)
+        iterator = iter(loader)
+        lengths = [len(loader) for _ in range(4) if next(iterator)]
+        loader.sampler.set_epoch(1)  # type: ignore[union-attr]
+        lengths.append(len(loader))
+        middle = iter(loader)
+        next(middle)
+        loader.set_epoch(7)  # in the middle of a pass it says nothing
+        assert [*lengths, len(loader)] == [4, 4, 4, 4, 2, 2]
+
+
 def test_a_pass_that_was_left_is_begun_anew_and_both_are_accounted_for(store: MemoryStore, tmp_path: Path) -> None:
     prepared = Prepared(store, units=40, length=40).commit_all()
     with feeding(store, launch_plan(prepared, nproc=2), tmp_path) as host:

@@ -69,6 +69,7 @@ class Scenario:
     cache_bytes: int = 1 << 22
     kills: tuple[tuple[int, int], ...] = ()
     replays: int = 0
+    name: str = NAME
 
     @property
     def world_size(self) -> int:
@@ -118,24 +119,26 @@ def due(epoch: list[Any], rank: int, scenario: Scenario, *, offset: int = 0) -> 
 # --- preparing -------------------------------------------------------------------------------------------------------
 
 
-def producer(machine: int, *, generation: int = 1) -> Producer:
+def producer(scenario: Scenario, machine: int, *, generation: int = 1) -> Producer:
     """Return who prepares."""
-    return Producer(RUN, NAME, machine, f"c1-{machine}", generation)
+    return Producer(RUN, scenario.name, machine, f"c1-{machine}", generation)
 
 
-def pinned(scenario: Scenario, *, source: str = "data.py:make") -> PinnedRequest:
-    """Return the request."""
+def pinned(*scenarios: Scenario, ref: LoaderRef | None = None) -> PinnedRequest:
+    """Return the request for the loaders of these scenarios; what is of the run is the first one's."""
+    first = scenarios[0]
+    source = ref or LoaderRef(source="data.py:make")
     request = TrainRequest(
         project="demo",
         script="train.py",
-        flavor=_FLAVOR_OF_GPUS[scenario.nproc],
-        gpus=scenario.world_size,
-        cpus=scenario.machines,
-        units=scenario.units,
-        loaders={NAME: LoaderRef(source=source)},
-        seed=scenario.seed,
-        randomness=scenario.randomness,
-        remainder=scenario.remainder,
+        flavor=_FLAVOR_OF_GPUS[first.nproc],
+        gpus=first.world_size,
+        cpus=first.machines,
+        units=first.units,
+        loaders={one.name: source.model_copy(update={"units": one.units}) for one in scenarios},
+        seed=first.seed,
+        randomness=first.randomness,
+        remainder=first.remainder,
     )
     return PinnedRequest(run_id=RUN_ID, run=RUN, request=request, snapshot="0" * 64, base_record=0)
 
@@ -144,7 +147,7 @@ def inspected(store: ObjectStore, scenario: Scenario) -> Inspection:
     """Inspect the loader, for real."""
     return inspect_loader(
         scenario.make,
-        producer=producer(0),
+        producer=producer(scenario, 0),
         store=store,
         seed=scenario.seed,
         randomness=scenario.randomness,
@@ -153,16 +156,20 @@ def inspected(store: ObjectStore, scenario: Scenario) -> Inspection:
     )
 
 
-def planned(store: ObjectStore, scenario: Scenario) -> Plan:
+def planned(store: ObjectStore, *scenarios: Scenario) -> Plan:
     """Inspect and plan."""
-    return sized(make_plan(pinned(scenario), {NAME: inspected(store, scenario)}, FLAVORS), scenario)
+    inspections = {one.name: inspected(store, one) for one in scenarios}
+    return sized(make_plan(pinned(*scenarios), inspections, FLAVORS), *scenarios)
 
 
-def sized(plan: Plan, scenario: Scenario) -> Plan:
-    """Return the plan with segments of the scenario's sizes."""
-    loader = plan.loaders[NAME]
-    sizes = loader.sizes.model_copy(update={"first": scenario.first, "largest": max(scenario.first, scenario.largest)})
-    return plan.model_copy(update={"loaders": {NAME: loader.model_copy(update={"sizes": sizes})}})
+def sized(plan: Plan, *scenarios: Scenario) -> Plan:
+    """Return the plan with segments of the scenarios' sizes."""
+    changed = dict(plan.loaders)
+    for one in scenarios:
+        loader = plan.loaders[one.name]
+        sizes = loader.sizes.model_copy(update={"first": one.first, "largest": max(one.first, one.largest)})
+        changed[one.name] = loader.model_copy(update={"sizes": sizes})
+    return plan.model_copy(update={"loaders": changed})
 
 
 class Killed(StoreUnavailable):
@@ -192,8 +199,8 @@ class Dying(Turn):
 
 def prepare_machine(store: ObjectStore, scenario: Scenario, plan: Plan, *, machine: int, generation: int = 1) -> Tally:
     """Prepare one machine's share in this process, as the program does."""
-    loader, loader_plan = scenario.make(), plan.loaders[NAME]
-    who = producer(machine, generation=generation)
+    loader, loader_plan = scenario.make(), plan.loaders[scenario.name]
+    who = producer(scenario, machine, generation=generation)
     common: dict[str, Any] = {"producer": who, "store": store, "allow_pickle": False}
     if loader_plan.inspection.read_by == "process":
         return produce_in_sequence(loader, loader_plan, seed=plan.seed, is_exact=plan.randomness == "exact", **common)
@@ -209,7 +216,7 @@ def prepare(store: MemoryStore, scenario: Scenario, plan: Plan) -> int:
 
     A machine that waits for what others are to write gives its turn up: its next try is a retry.
     """
-    machines = plan.loaders[NAME].machines
+    machines = plan.loaders[scenario.name].machines
     generations = dict.fromkeys(range(machines), 0)
     done: set[int] = set()
     tries = [(machine % machines, writes) for machine, writes in scenario.kills]
@@ -315,8 +322,8 @@ def assert_books(
     """Check that the accounting closes, is explained, and says what the rule says."""
     account = account_loader(
         plan,
-        records=oracle.records_of(store, RUN, NAME),
-        passes=ranks.passes,
+        records=oracle.records_of(store, RUN, scenario.name),
+        passes=[one for one in ranks.passes if one.loader == scenario.name],
         world_size=scenario.world_size,
         remainder=scenario.remainder,
         delivered=0,
@@ -353,10 +360,11 @@ def check_delivery(
     store: ObjectStore, scenario: Scenario, plan: Plan, folder: Path, *, epochs: list[list[Any]]
 ) -> LoaderAccount:
     """Deliver what is (being) prepared to all ranks and compare it with what torch yields here."""
-    loader_plan = plan.loaders[NAME]
+    loader_plan = plan.loaders[scenario.name]
     numbers = passes_of(epochs, scenario, loader_plan)
     numbers = [numbers[at % len(numbers)] for at in range(len(numbers) + scenario.replays)]
-    with all_ranks(store, launched(plan, cache_bytes=scenario.cache_bytes), folder) as ranks:
+    launch = launched(plan, cache_bytes=scenario.cache_bytes)
+    with all_ranks(store, launch, folder, name=scenario.name) as ranks:
         for at, number in enumerate(numbers):
             where = f"{scenario}, pass {at}, epoch {number}"
             assert_pass(ranks.one_pass(), epochs[number], scenario, where=where)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from taas.flavors import FLAVORS
+from taas.request import LoaderRef
 from taas_tasks import project
 from taas_tasks.layout import RunKeys
 from taas_tasks.plan import make_plan
@@ -71,7 +72,9 @@ class Site:
         assert self.machines.wait(pid) == 0
         self.outcome("inspect")
         inspection = Inspection.model_validate_json(self.store.get(KEYS.inspection(NAME)))
-        pinned = harness.pinned(scenario, source=f"{FILE}:make").model_copy(update={"snapshot": self.snapshot})
+        pinned = harness.pinned(scenario, ref=LoaderRef(source=f"{FILE}:make")).model_copy(
+            update={"snapshot": self.snapshot}
+        )
         plan = harness.sized(make_plan(pinned, {NAME: inspection}, FLAVORS), scenario)
         self.store.put(KEYS.plan, plan.to_bytes())
         return plan

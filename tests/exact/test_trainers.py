@@ -43,7 +43,7 @@ keep = pl.callbacks.ModelCheckpoint(every_n_train_steps=13, save_top_k=-1, **whe
 trainer = pl.Trainer(
     max_epochs=4, strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, callbacks=[keep], logger=False,
     enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-    reload_dataloaders_every_n_epochs=1, default_root_dir=os.environ["ROOT"],
+    default_root_dir=os.environ["ROOT"],
 )
 model = Model()
 trainer.fit(model, taas.loader("data"), taas.loader("validation"))
@@ -86,7 +86,8 @@ def test_lightning_replays_beyond_the_units_and_resumes_with_other_ranks_at_the_
         due = [rule(prepared, epoch=epoch, rank=rank, world_size=2) for epoch in (0, 1, 2, 0)]
         assert [tuple(one) for one in seen] == flat(due)  # the last element of each epoch is not lost
         assert steps == len(seen) == 35
-        assert [tuple(one) for one in validated] == 4 * rule(validation, epoch=0, rank=rank, world_size=2)
+        # not after the shorter, partial epoch: Lightning keeps the first epoch's length for its val_check_interval
+        assert [tuple(one) for one in validated] == 3 * rule(validation, epoch=0, rank=rank, world_size=2)
         assert samplers == ["_WholePass", "_WholePass"]  # none that splits again
         assert any("pass 4 replays epoch 0: only 3 epoch(s) were prepared" in note for note in notes)
     passes = [one for one in read_passes(host.counters_dir) if one.loader == "data"]
