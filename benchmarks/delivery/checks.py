@@ -1,4 +1,4 @@
-"""Whether a lane delivered what it must: every element once, in the lane's own unshuffled order, byte for byte. Pure."""
+"""Whether a lane delivered what it must: each element once, in its own unshuffled order, byte for byte. Pure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def by_shards(*, shards: int, workers: int, message: int) -> Order:
 
 
 def ascending(*, workers: int, message: int) -> Order:
-    """Return litdata's rule: each worker of each rank has a share of its own in ascending order; messages take turns."""
+    """Return litdata's rule: each worker of a rank has a share of its own in ascending order; messages take turns."""
 
     def check(truth: Truth, got: list[list[tuple[int, ...]]]) -> str | None:
         place = {ids: index for index, (ids, _) in enumerate(truth.elements)}

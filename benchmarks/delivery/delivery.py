@@ -52,7 +52,7 @@ class _Bench:
 
 def run(options: Options) -> Section:
     """Measure every lane; a peer that fails voids its own lanes only."""
-    before = set(os.listdir("/dev/shm"))
+    before = _shared_memory()
     try:
         peers.ensure()
         with ExitStack() as stack:
@@ -270,8 +270,7 @@ def _repeat(bench: _Bench, spec: LaneSpec) -> None:
 
 
 def _section(bench: _Bench) -> Section:
-    found = Section(lanes=list(bench.results.values()), ratios=ratios(bench.results), notes=notes(bench))
-    return found
+    return Section(lanes=list(bench.results.values()), ratios=ratios(bench.results), notes=notes(bench))
 
 
 def ratios(results: dict[LaneSpec, Lane]) -> dict[str, Any]:
@@ -321,21 +320,25 @@ def notes(bench: _Bench) -> list[str]:
     return [
         f"{cores} cores are shared by the server, the feeder, two ranks and their loader workers.",
         *(f"{one.name}: {one.about}." for one in workloads.WORKLOADS.values()),
-        "MB/s are payload bytes over the seconds from the start of reading to the slowest rank's last element; CPU s/GB "
-        "are of all processes of the lane, without the server.",
+        "MB/s are payload bytes over the seconds from the start of reading to the slowest rank's last element; CPU "
+        "s/GB are of all processes of the lane, without the server.",
         "Peers read by their own S3 clients (mosaicml-streaming, litdata) or by presigned URLs (webdataset with curl, "
         "plain with urllib3) from the same servers; local caches are in /dev/shm and empty at each start.",
         "An element of images, records and ragged is a sample: what peers store is the same in both ways. Of batches "
         "they store samples (and collate in the reader) or the collated elements.",
-        f"The ceiling is one process with as many threads as our feeder has fetches; vs_ceiling is that of {EPOCHS} epochs "
-        "(each read anew from the server), vs_ceiling_with_start that of one short epoch, connecting included.",
+        f"The ceiling is one process with as many threads as our feeder has fetches; vs_ceiling is that of {EPOCHS} "
+        "epochs (each read anew from the server), vs_ceiling_with_start that of one short epoch, connecting included.",
         "torchvision and transformers are replaced by stand-ins, as mosaicml-streaming imports but does not use them.",
         *bench.notes,
     ]
 
 
-def _remove_shared_memory(before: set[str]) -> None:
-    """Remove what mosaicml-streaming left in /dev/shm: names of six digits."""
-    for name in set(os.listdir("/dev/shm")) - before:
-        if name[:6].isdigit() and name[6:7] == "_":
-            Path("/dev/shm", name).unlink(missing_ok=True)
+def _shared_memory() -> set[Path]:
+    """Return what mosaicml-streaming has in /dev/shm: names of six digits."""
+    return set(Path("/dev/shm").glob("[0-9][0-9][0-9][0-9][0-9][0-9]_*"))
+
+
+def _remove_shared_memory(before: set[Path]) -> None:
+    """Remove what it left."""
+    for path in _shared_memory() - before:
+        path.unlink(missing_ok=True)
