@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -32,6 +33,7 @@ def nothing_is_left() -> Iterator[None]:
     """No loader worker and no file descriptor outlives a preparation, however it ends."""
     before = _descriptors()
     yield
+    gc.collect()  # an error's traceback holds the element that came last
     assert multiprocessing.active_children() == []
     wait_until(lambda: len(_descriptors()) <= len(before) + 1, "descriptors stay open")  # one is the spawn tracker's
 
