@@ -29,8 +29,9 @@ def prepare(lengths: list[int], *, epochs: int = 1, known: bool = False) -> tupl
 
 
 def new_desk(prepared: MergedPrepared, *, parts: float = 100, ranks: Ranks = TWO, fetches: int = 100) -> Desk:
-    whole = Segment.of(prepared.commit(0, 0, 0), num_streams=prepared.num_streams)
-    cache_bytes = int(parts * lay_out(whole, 2**32 - 1).num_bytes)
+    """A desk whose budget holds so many of the largest segments."""
+    segments = [Segment.of(prepared.commit(*key), num_streams=prepared.num_streams) for key in prepared.segments()]
+    cache_bytes = int(parts * max(lay_out(one, 2**32 - 1).num_bytes for one in segments))
     return Desk(ranks, {"data": prepared.plan}, cache_bytes=cache_bytes, host="h", max_fetches=fetches)
 
 
@@ -69,7 +70,7 @@ def test_behind_a_stream_that_lags_one_part_of_each_other_stream_is_fetched_ahea
 
 def test_a_rank_holds_a_part_of_each_stream_though_the_budget_is_smaller() -> None:
     prepared, segments = prepare([32, 32, 32])
-    desk = new_desk(prepared, parts=0.9, ranks=Ranks(0, 1, 1))
+    desk = new_desk(prepared, parts=1.2, ranks=Ranks(0, 1, 1))
     for one in segments.values():
         desk.add_segment(one)
     desk.open(1, loader="data", epoch=0, offset=0, index=0, asks=[question(0, stream=s) for s in range(3)])
