@@ -23,7 +23,7 @@ from tests.support.s3_server import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more loader workers than cores
 SEED = 3
-UNITS = {"more workers than elements": 7, "fewer elements than workers": 7}  # many short epochs
+UNITS = {"more workers than elements": 5, "fewer elements than workers": 7}  # many short epochs
 SMALL = {"first": 2, "largest": 4}
 KEYS = RunKeys(cases.RUN)
 
