@@ -255,7 +255,9 @@ class _Streams:
         try:
             base_seed = self._starts.begin(first)
             with nullcontext() if self._pipeline is None else self._pipeline.idle():
-                return VirtualWorker(self._loader, stream=stream.number, base_seed=base_seed, position=position)
+                return VirtualWorker(
+                    self._loader, stream=stream.number, base_seed=base_seed, position=position, packs=True
+                )
         except TaasError:
             raise
         except Exception as error:  # noqa: BLE001 (set_epoch is the user's, and so is what a start method pickles)

@@ -24,7 +24,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _DatasetKind
 
-from taas_tasks.prep.elements import Failure, as_is, describe, users_traceback
+from taas_tasks.prep.elements import Failure, as_is, describe, packed, users_traceback
 from taas_tasks.prep.stream_positions import Position, position_behind
 
 _JOIN_S = 2.0
@@ -119,6 +119,12 @@ class StreamDataset(Dataset[Any]):
         return Positioned(element, position_behind(self._fetcher)) if read.tells_position else element
 
 
+def _packed_result(found: Any) -> Any:
+    if isinstance(found, Positioned):
+        return Positioned(packed(found.element), found.position)
+    return packed(found)
+
+
 def failure_at(read: Read, error: str, traceback: str) -> Failure:
     """Return what says that the user's code raised at an element of a stream."""
     return Failure(read.epoch, read.position, repr(read.row)[:_SHOWN_CHARS], error, traceback)
@@ -163,6 +169,7 @@ class VirtualWorker:
         position: where to read on, instead of the epoch's start; told by a loader worker of this stream.
         dataset: reads the elements, where it is not to be a plain ``StreamDataset``.
         start: a ``worker_init_fn`` to be called instead of the one that shows the user's dataset.
+        packs: it sends small tensors ``elements.packed``; ``elements.owned`` gives them back.
     """
 
     def __init__(
@@ -174,6 +181,7 @@ class VirtualWorker:
         position: bytes | None = None,
         dataset: StreamDataset | None = None,
         start: Callable[[int], None] | None = None,
+        packs: bool = False,
     ) -> None:
         self.stream = stream
         self._asked: deque[tuple[int, Read]] = deque()
@@ -188,7 +196,7 @@ class VirtualWorker:
         arguments = (
             *(_DatasetKind.Map, dataset or StreamDataset(loader, position=position)),
             *(self._tasks, self._results, self._done),
-            *(False, as_is, False),
+            *(False, _packed_result if packs else as_is, False),
             *(base_seed, start or ShowsUsersDataset(loader.worker_init_fn), stream, loader.num_workers),
             *(loader.persistent_workers, None),
         )
