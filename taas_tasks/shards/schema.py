@@ -17,7 +17,7 @@ import collections
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ _LONG = 8  # lists longer than this are a Repeat where their items allow it: one
 Kind: TypeAlias = Literal[
     "tensor", "ndarray", "scalar", "int", "bigint", "float", "complex", "bool", "str", "bytes", "none", "pickle"
 ]
+FieldsKind: TypeAlias = Literal["dict", "ordered", "list", "tuple", "namedtuple", "dataclass", "userdict", "sparse"]
 Key: TypeAlias = str | int | bool | None
 
 
@@ -51,7 +52,7 @@ class Fields:
     """A node with a fixed set of children. ``of`` is the class of a namedtuple or dataclass, as ``module:qualname``, or
     the layout of a sparse tensor, whose children are those of ``taas_tasks.shards.sparse``."""
 
-    kind: Literal["dict", "ordered", "list", "tuple", "namedtuple", "dataclass", "userdict", "sparse"]
+    kind: FieldsKind
     keys: tuple[Key, ...]
     children: tuple[Spec, ...]
     of: str | None = None
@@ -344,6 +345,13 @@ def to_json(spec: Spec) -> dict[str, Any]:
     return {"node": "fields", "kind": spec.kind, "keys": list(spec.keys), "children": children, "of": spec.of}
 
 
+_KINDS: dict[str, tuple[str, ...]] = {
+    "leaf": get_args(Kind),
+    "fields": get_args(FieldsKind),
+    "repeat": ("list", "tuple"),
+}
+
+
 def from_json(value: dict[str, Any]) -> Spec:
     """Return the spec of a JSON form.
 
@@ -351,6 +359,12 @@ def from_json(value: dict[str, Any]) -> Spec:
         DeliveryError: it describes a node that this version does not know.
     """
     node = value["node"]
+    known = _KINDS.get(node)
+    if known is not None and value["kind"] not in known:
+        raise DeliveryError(
+            f"a shard's spec has a {node} of kind '{value['kind']}'; known here: {', '.join(known)}. It was written by "
+            "another release: prepare and train with the same one"
+        )
     if node == "leaf":
         shape = None if value["shape"] is None else tuple(value["shape"])
         return Leaf(value["kind"], freeze(value["dtype"]), shape)

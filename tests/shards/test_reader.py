@@ -12,7 +12,7 @@ import torch
 
 from taas.errors import DeliveryError, ObjectCorrupt
 from taas_tasks.shards.reader import Lane, read_lane, read_schema
-from taas_tasks.shards.schema import FORMAT
+from taas_tasks.shards.schema import FORMAT, Fields, Leaf, Repeat, from_json, to_json
 from taas_tasks.shards.writer import EncodedShard, encode_segment
 from tests.shards.golden import make
 from tests.shards.trees import Record, Sample, same
@@ -99,6 +99,15 @@ def test_an_unknown_format_version_is_refused_by_name(meta: dict[bytes, bytes], 
     schema = pa.schema([("x", pa.int64())], metadata=meta)
     with pytest.raises(DeliveryError, match=f"format version '{name}'; known here: 1"):
         read_schema(bytes(schema.serialize()))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [Fields("graph", (), ()), Leaf("money"), Repeat("set", Leaf("int"))],  # type: ignore[arg-type]
+)
+def test_a_kind_of_value_that_this_release_does_not_know_is_refused_by_name(spec: Any) -> None:
+    with pytest.raises(DeliveryError, match=r"of kind '(graph|money|set)'; known here: .*another release"):
+        from_json(to_json(Fields("list", (0,), (spec,))))
 
 
 def test_classes_of_the_project_are_imported_not_unpickled() -> None:
