@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.delivery.common import Lane, Options, Section
@@ -48,6 +49,8 @@ LOADS = (
 )
 MACHINES = (1, 2, 4, 8)
 _SERVER_REPETITIONS = 3
+_FEWEST = 2
+_LIMIT_S, _QUICK_LIMIT_S = 240.0, 80.0
 
 
 class _Bench:
@@ -55,9 +58,16 @@ class _Bench:
 
     def __init__(self, options: Options, server: Server) -> None:
         self.repetitions = options.repetitions
+        self._until = time.monotonic() + (_QUICK_LIMIT_S if options.quick else _LIMIT_S)
         self._scratch = options.scratch / "prep"
         self._server = server
         self._count = 0
+
+    def rounds(self) -> Iterator[int]:
+        """Yield the repetitions; two at least, also when a busy machine has used up the time."""
+        for repetition in range(self.repetitions):
+            if repetition < _FEWEST or time.monotonic() < self._until:
+                yield repetition
 
     def folder(self) -> Path:
         """Return a new folder's path."""
@@ -98,7 +108,7 @@ class _Bench:
 def _beside_bare(bench: _Bench, load: Load) -> tuple[list[Lane], dict[str, float]]:
     lanes = {source: _lane(load, source) for source in ("bare", "folder", "seaweedfs")}
     server: list[float] = []
-    for repetition in range(bench.repetitions):
+    for repetition in bench.rounds():
         for source in _rotated(list(lanes), repetition):
             if source == "seaweedfs" and repetition >= _SERVER_REPETITIONS:
                 continue
@@ -148,7 +158,7 @@ def _scaling(bench: _Bench, *, units: int) -> tuple[list[Lane], list[float]]:
     lanes = {
         count: Lane("prep", f"ours, {count} machines", "waits_1", "seaweedfs", "elements/s", []) for count in MACHINES
     }
-    for repetition in range(bench.repetitions):
+    for repetition in bench.rounds():
         for place in _rotated([str(count) for count in MACHINES], repetition):
             count = int(place)
             load = Load("waits_1", units * count, workers=1, sizes=(4, 16))
@@ -222,9 +232,10 @@ def _notes(section: Section) -> list[str]:
     worst = min(section.ratios["prep_efficiency_by_loader"].items(), key=lambda one: one[1])
     first = next(lane for lane in section.lanes if lane.name == "first committed segment")
     server = [lane.more["server_cpu_s_per_gb"] for lane in section.lanes if "server_cpu_s_per_gb" in lane.more]
+    fewest = min(len(lane.values) for lane in section.lanes if lane.source in ("bare", "folder"))
     return [
         f"prep: {section.ratios['prep_efficiency']:.3f} of the bare DataLoader (target 0.95), the worst loader is"
-        f" {worst[0]} with {worst[1]:.3f}",
+        f" {worst[0]} with {worst[1]:.3f}; {fewest} repetitions",
         f"prep: 8 machines are {section.ratios['prep_scaling_8']:.2f} times one (target 7.5)",
         f"prep: the first segment is committed {first.median:.2f} s after the program's start, "
         f"{first.more['of_it_loading']:.2f} s of it its elements",
