@@ -65,7 +65,9 @@ def measure(part: str, options: Options) -> Section:
     started = time.monotonic()
     try:
         found: Section = importlib.import_module(name).run(options)
-    except Exception as error:  # noqa: BLE001 (the other parts are measured all the same)
+    except (Exception, SystemExit) as error:  # the other parts are measured all the same
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):
+            raise  # told to end; with a text it says what this part lacks
         traceback.print_exc()
         return Section(notes=[f"{part} FAILED: {type(error).__name__}: {error}"])
     print(f"{part}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)

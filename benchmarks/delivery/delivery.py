@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,6 @@ class _Bench:
     truths: dict[tuple[str, str], checks.Truth]
     payload: dict[tuple[str, str], int]
     results: dict[LaneSpec, Lane] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
     def run(self, lane: LaneSpec, *, verify: bool = False) -> dict[str, Any]:
         members, folder = self.runner.members(lane, verify=verify)
@@ -118,6 +118,8 @@ def _of_workload(workload: workloads.Workload, source: str, *, quick: bool) -> l
     found.append(LaneSpec("taas", "ours", name, "elements", source, count))
     found.append(LaneSpec(f"ceiling, {EPOCHS} times", "ours", name, "elements", source, count, epochs=EPOCHS))
     found.append(LaneSpec(f"taas, {EPOCHS} epochs", "ours", name, "elements", source, count, epochs=EPOCHS))
+    if source == SOURCES[0]:
+        found.append(LaneSpec(lanes.ALONE, "ours", name, "elements", source, count, epochs=EPOCHS))
     for library in peers.LIBRARIES:
         found.append(LaneSpec(library, library, name, "elements", source, count))
         if workload.collated:
@@ -216,10 +218,11 @@ def _verify(bench: _Bench, spec: LaneSpec) -> None:
         "stores": spec.layout,
         "setting": str(spec.setting or f"{lanes.FETCHES} fetches at once"),
         "requests": [],
+        "feeder_cpu_s_per_gb": [],
         "server_cpu_s": [],
     }
     bench.results[spec] = lane
-    if spec.name.startswith("ceiling"):
+    if not spec.is_delivered:
         return
     found = bench.run(spec, verify=True)
     truth = bench.truths[spec.workload, spec.layout]
@@ -254,11 +257,12 @@ def _repeat(bench: _Bench, spec: LaneSpec) -> None:
     num_bytes = sum(rank["bytes"] for rank in found["ranks"])
     num_elements = sum(rank["elements"] for rank in found["ranks"])
     wanted = spec.count * spec.epochs // (spec.batch or 1) // spec.nnodes
-    if not spec.name.startswith("ceiling") and num_elements != wanted:
+    if spec.is_delivered and num_elements != wanted:
         lane.void = f"{num_elements} elements came in a repetition, not {wanted}"
         return
     lane.values.append(num_bytes / 1e6 / found["seconds"])
     lane.cpu_s_per_gb.append(found["cpu_s"] / (num_bytes / 1e9))
+    lane.more["feeder_cpu_s_per_gb"].append(round(found["services_cpu_s"] / (num_bytes / 1e9), 3))
     lane.more["server_cpu_s"].append(round(found["server_cpu_s"], 2))
     lane.more["requests"].append(found["requests"])
     lane.more["payload_bytes"] = num_bytes
@@ -329,8 +333,45 @@ def notes(bench: _Bench) -> list[str]:
         f"The ceiling is one process with as many threads as our feeder has fetches; vs_ceiling is that of {EPOCHS} "
         "epochs (each read anew from the server), vs_ceiling_with_start that of one short epoch, connecting included.",
         "torchvision and transformers are replaced by stand-ins, as mosaicml-streaming imports but does not use them.",
-        *bench.notes,
+        *limits(bench.results),
     ]
+
+
+def limits(results: dict[LaneSpec, Lane]) -> list[str]:
+    """Return what the cores allow, from what the parts cost by themselves."""
+    crc, cores = _crc_s_per_gb(), os.cpu_count() or 1
+    return [
+        _limit(workload, {spec.name: lane for spec, lane in here}, crc=crc, cores=cores)
+        for workload in workloads.WORKLOADS
+        if len(here := [one for one in results.items() if _bounds(one[0], workload) and one[1].values]) == len(_BOUNDS)
+    ]
+
+
+_BOUNDS = (f"ceiling, {EPOCHS} times", f"taas, {EPOCHS} epochs", lanes.ALONE)
+
+
+def _bounds(spec: LaneSpec, workload: str) -> bool:
+    return (spec.workload, spec.source) == (workload, SOURCES[0]) and spec.name in _BOUNDS
+
+
+def _limit(workload: str, here: dict[str, Lane], *, crc: float, cores: int) -> str:
+    ceiling, ours, alone = (here[name] for name in _BOUNDS)
+    served = statistics.median(ceiling.more["server_cpu_s"]) / (ceiling.more["payload_bytes"] / 1e9)
+    least = served + _cpu(ceiling) + crc + _cpu(alone)
+    feeder = statistics.median(ours.more["feeder_cpu_s_per_gb"])
+    return (
+        f"Limit of {cores} cores, {workload}: nginx {served:.2f} + bare GET {_cpu(ceiling):.2f} + crc32 {crc:.2f} + "
+        f"the consumers' own copying {_cpu(alone):.2f} = {least:.2f} CPU s/GB, so at most {1000 * cores / least:.0f} "
+        f"MB/s; ours took {_cpu(ours):.2f} (feeder {feeder:.2f}, ranks {_cpu(ours) - feeder:.2f}) beside the server, "
+        f"and reached {ours.median:.0f} MB/s."
+    )
+
+
+def _crc_s_per_gb() -> float:
+    data = bytes(1 << 26)
+    before = time.process_time()
+    zlib.crc32(data)
+    return (time.process_time() - before) / (len(data) / 1e9)
 
 
 def _shared_memory() -> set[Path]:

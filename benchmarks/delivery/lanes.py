@@ -18,6 +18,7 @@ SHARDS = 16
 RANKS = 2
 EPOCHS = 8  # of the lanes in which the start does not count
 PREFIX = "ours"
+ALONE = "consumers alone"
 PLAIN_OBJECTS = {"images": 320, "records": 1024, "ragged": 1024, "batches": 1024}
 
 
@@ -46,6 +47,11 @@ class LaneSpec:
     nnodes: int = 1
     nproc: int = RANKS
     epochs: int = 1
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether there is something to verify: not of the ceiling, nor of elements that are there already."""
+        return self.name != ALONE and not self.name.startswith("ceiling")
 
     @property
     def is_peer(self) -> bool:
@@ -103,6 +109,9 @@ class Runner:
             return self._peer(lane, folder, verify=verify), folder
         if lane.name.startswith("ceiling"):
             return [{"reader": "ceiling", "given": self._ceiling(lane)}], folder
+        if lane.name == ALONE:
+            given = {"workload": lane.workload, "count": lane.count, "epochs": lane.epochs}
+            return [{"reader": "alone", "given": {**given, "rank": rank}} for rank in range(RANKS)], folder
         return self._ours(lane, folder, verify=verify), folder
 
     def _ceiling(self, lane: LaneSpec) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import boto3  # noqa: F401 (before the clock runs, as all imports)
 import torch
 
 import taas_tasks.store.s3  # noqa: F401
-from benchmarks.delivery.workloads import Sink, Witness, drain
+from benchmarks.delivery.prepared import as_tensors
+from benchmarks.delivery.workloads import Sink, Witness, drain, element
 from taas_tasks.delivery import feeder
 from taas_tasks.delivery.loader import DeliveredLoader, Delivery
 from taas_tasks.values import LaunchPlan
@@ -70,6 +71,19 @@ def told(sink: Sink) -> dict[str, Any]:
     """Return what a rank tells."""
     seen = {"seen": sink.seen} if isinstance(sink, Witness) else {}
     return {"elements": sink.num_elements, "bytes": sink.num_bytes, **seen}
+
+
+def alone(workload: str, count: int, rank: int, epochs: int) -> Measured:
+    """The consumer without delivery: its elements are in memory."""
+    elements = [as_tensors(element(workload, index)) for index in range(rank, count, 2)]
+    sink = Sink()
+
+    def run() -> dict[str, Any]:
+        for _ in range(epochs):
+            drain(elements, sink)
+        return told(sink)
+
+    return run
 
 
 def ceiling(urls_path: str, threads: int, epochs: int) -> Measured:

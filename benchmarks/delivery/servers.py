@@ -24,7 +24,7 @@ from taas_tasks.values import StoreConfig
 _UPLOADERS = 8
 _NGINX = """
 daemon off;
-worker_processes 1;
+master_process off;
 pid {folder}/nginx.pid;
 error_log {folder}/nginx.log;
 events {{ worker_connections 256; }}
@@ -91,7 +91,7 @@ def nginx_binary() -> str:
 
 @contextmanager
 def nginx(root: Path, folder: Path) -> Iterator[Source]:
-    """A static server over ``root``; gone at the end."""
+    """A static server over ``root``, of one process: gone at the end, in whatever way the benchmark ends."""
     port = free_port(taken=set())
     folder.mkdir(parents=True)
     text = _NGINX.format(folder=folder, root=root, port=port)
@@ -104,17 +104,12 @@ def nginx(root: Path, folder: Path) -> Iterator[Source]:
     url = f"http://127.0.0.1:{port}"
     config = StoreConfig(endpoint_url=url, bucket=seaweed.BUCKET, access_key="any", secret_key="any")
     source = Source("nginx", config, server.pid)
-    workers: list[processes.ProcessId] = []
     try:
         if not processes.wait_until(lambda: _answers(source), timeout_s=10):
             raise SystemExit(f"nginx does not answer: {processes.tail(folder / 'nginx.log')}")
-        found = [processes.ProcessId.of(pid) for pid in children_of(server.pid)]
-        workers = [one for one in found if one is not None]
         yield source
     finally:
         processes.stop(server, grace_s=2)
-        for worker in workers:  # had the master to be killed, they live on
-            processes.stop(worker, grace_s=0)
 
 
 def _answers(source: Source) -> bool:

@@ -63,7 +63,7 @@ class _Run:
         self._members: list[dict[str, Any]] = given["members"]
         self._limit = time.monotonic() + given.get("limit_s", _LIMIT_S)
         self._pids: dict[int, int] = {}  # pid -> place, of those that run
-        self._cpu_s = 0.0
+        self._cpu_s = [0.0] * len(self._members)
 
     def __call__(self) -> dict[str, Any]:
         ready_out, ready_in = os.pipe()
@@ -126,8 +126,7 @@ class _Run:
         for pid in list(self._pids):
             ended, _, used = os.wait4(pid, os.WNOHANG)
             if ended:
-                del self._pids[pid]
-                self._cpu_s += used.ru_utime + used.ru_stime
+                self._cpu_s[self._pids.pop(pid)] = used.ru_utime + used.ru_stime
 
     def _errors(self) -> str:
         found = [self._result(place) for place in range(len(self._members)) if self._out(place).exists()]
@@ -141,7 +140,9 @@ class _Run:
         results = [self._result(place) for place in range(len(self._members))]
         ranks = [one for one, member in zip(results, self._members, strict=True) if "service" not in member]
         seconds = max(one["ended"] for one in ranks) - started
-        return {"seconds": seconds, "cpu_s": self._cpu_s - sum(one["before"] for one in results), "ranks": ranks}
+        used = [all_of_it - one["before"] for all_of_it, one in zip(self._cpu_s, results, strict=True)]
+        services = sum(one for one, member in zip(used, self._members, strict=True) if "service" in member)
+        return {"seconds": seconds, "cpu_s": sum(used), "services_cpu_s": services, "ranks": ranks}
 
     def _end(self) -> None:
         for pid in self._pids:
