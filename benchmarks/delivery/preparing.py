@@ -12,6 +12,7 @@ import multiprocessing.synchronize
 import os
 import resource
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -422,6 +423,7 @@ def told(argv: list[str], measure: Callable[[Options], Section]) -> int:
     options_given = argparse.ArgumentParser()
     options_given.add_argument("--quick", action="store_true")
     quick = options_given.parse_args(argv).quick
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends, and the folder goes
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="taas-bench-", dir=memory if memory.is_dir() else None) as name:
         section = measure(Options(quick, 2 if quick else 5, Path("var/bench"), Path(name)))
