@@ -23,7 +23,7 @@ from taas_tasks.store.base import Content, ObjectInfo
 from taas_tasks.store.credentials import CredentialsFile, KeySource
 from taas_tasks.store.files import write_then_move
 from taas_tasks.store.http_reader import HttpReader
-from taas_tasks.store.http_writer import HttpWriter
+from taas_tasks.store.http_writer import HttpWriter, md5_header
 from taas_tasks.store.keys import check_key
 from taas_tasks.values import StoreConfig
 
@@ -194,7 +194,10 @@ class S3Store:
 
     def _try_put_if_absent(self, key: str, data: bytes) -> bool | None:
         try:
-            self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=data, IfNoneMatch="*")
+            # SeaweedFS takes a body that never came (the writer was killed behind its headers) for an empty object, and
+            # a record under a key that is written once would be empty for ever: it refuses that where it has a checksum
+            md5 = md5_header(data)
+            self._client.put_object(Bucket=self._bucket, Key=self._key(key), Body=data, IfNoneMatch="*", ContentMD5=md5)
         except boto_errors.ClientError as error:
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if status == 412:

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from taas_tasks.stack.ports import free_port
 from taas_tasks.store import open_store
 from taas_tasks.store.answers import Retries, error_for
 from taas_tasks.store.s3 import S3Store
-from tests.support.faulty_proxy import Answer, Call, Cut, FaultyProxy, faulty_proxy
+from tests.support.faulty_proxy import Answer, Call, Cut, CutUpload, FaultyProxy, faulty_proxy, request_proxy
 from tests.support.s3_server import S3Server
 
 pytestmark = pytest.mark.store
@@ -198,6 +199,29 @@ def test_a_write_that_is_cut_is_sent_again_whole(far: S3Store, proxy: FaultyProx
     proxy.faults = [Cut(0), Answer(503, "SlowDown")]
     far.put("k", [memoryview(CONTENT), memoryview(b"end")])
     assert near(s3_server, far).get("k") == CONTENT + b"end"
+
+
+@pytest.mark.parametrize("after_bytes", [0, 5])
+@pytest.mark.parametrize("write", [S3Store.put, S3Store.put_if_absent])
+def test_a_writer_that_dies_behind_its_headers_leaves_no_object(
+    s3_server: S3Server, write: Any, after_bytes: int
+) -> None:
+    """Else an empty ledger record would stand under its key for ever."""
+    config = s3_server.fresh_config()
+    with request_proxy(s3_server.ports.s3) as proxy:
+        proxy.add(CutUpload(after_bytes), method="PUT")
+        dying = S3Store(config.model_copy(update={"endpoint_url": proxy.url}), retries=Retries(max_attempts=1))
+        with pytest.raises(StoreUnavailable):
+            write(dying, "record", b"all of the record")
+        dying.close()
+    store = S3Store(config)
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:  # the server takes its time to see that nothing more comes
+        assert store.head("record") is None
+        time.sleep(0.2)
+    assert store.put_if_absent("record", b"all of the record")
+    assert store.get("record") == b"all of the record"
+    store.close()
 
 
 def test_a_server_that_is_not_there_is_unavailable(s3_server: S3Server) -> None:
