@@ -16,7 +16,7 @@ from taas_tasks.store import open_store
 
 SHARDS = 16
 RANKS = 2
-EPOCHS = 8  # of the lanes in which the start does not count
+EPOCHS = 4  # of the lanes in which the start does not count
 PREFIX = "ours"
 ALONE = "consumers alone"
 PLAIN_OBJECTS = {"images": 320, "records": 1024, "ragged": 1024, "batches": 1024}

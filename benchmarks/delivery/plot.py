@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 def draw(results: dict[str, Any], path: Path) -> None:
     """Write one panel per workload and source: MB/s, and CPU s/GB as text."""
     lanes = [one for one in results["lanes"] if one["part"] == "delivery" and one["values"] and not one["void"]]
-    lanes = [one for one in lanes if not one["name"].startswith("taas, a host")]
+    lanes = [one for one in lanes if not one["name"].startswith(("taas, a host", "consumers alone"))]
     workloads = list(dict.fromkeys(one["workload"] for one in lanes))
     sources = list(dict.fromkeys(one["source"] for one in lanes))
     shape = (max(1, len(workloads)), max(1, len(sources)))
@@ -37,7 +37,8 @@ def _panel(axis: Any, lanes: list[dict[str, Any]], title: str) -> None:
         [one["median"] - one["spread"][0] for one in lanes],
         [one["spread"][1] - one["median"] for one in lanes],
     ]
-    colours = ["#2a6" if name == "taas" else "#aaa" if name == "ceiling" else "#58b" for name in names]
+    shades = {"taas": "#2a6", "ceiling": "#aaa"}
+    colours = [shades.get(name.split(",")[0], "#58b") for name in names]
     axis.barh(names, values, xerr=errors, color=colours, height=0.7, error_kw={"linewidth": 0.8})
     for place, one in enumerate(lanes):
         axis.text(one["spread"][1], place, f" {one['cpu_s_per_gb']:.2f} s/GB", va="center", fontsize=7)

@@ -34,10 +34,10 @@ class Workload:
 WORKLOADS = {
     one.name: one
     for one in (
-        Workload("images", "uint8 images of 3x224x224 (147 KiB)", 640, 192, 8),
+        Workload("images", "uint8 images of 3x224x224 (147 KiB)", 1280, 320, 8),
         Workload("records", "dicts of float32[512], int32[224], a str of 64 and an int (3 KB)", 8192, 4096, 64),
         Workload("ragged", "int32 token sequences of 16 to 2048 tokens (4 KB in the mean)", 8192, 4096, 64),
-        Workload("batches", "32 uint8 images of 3x64x64 and their ids, collated (384 KiB)", 256, 64, 1, collated=True),
+        Workload("batches", "32 uint8 images of 3x64x64 and their ids, collated (384 KiB)", 512, 128, 1, collated=True),
     )
 }
 

@@ -81,11 +81,11 @@ class _Follower(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Poll, quickly while there is something new, at most once a second otherwise."""
-        pause = _FIRST_POLL_S
+        """Poll at once, quickly while there is something new, at most once a second otherwise."""
+        pause = 0.0
         while self._readers and not self._stopped.wait(pause):
             found = sum(self._poll(name, reader) for name, reader in list(self._readers.items()))
-            pause = _FIRST_POLL_S if found else min(_LAST_POLL_S, pause * 1.5)
+            pause = _FIRST_POLL_S if found else min(_LAST_POLL_S, max(_FIRST_POLL_S, pause * 1.5))
 
     def stop(self) -> None:
         """Make the thread end soon."""
