@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.delivery.workloads import Element, Sink, Witness, digest, identity
+from benchmarks.delivery.zygote import die_with_parent
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore")
@@ -73,7 +74,9 @@ def read(
 
     def run() -> dict[str, Any]:
         loading = {"batch_size": batch or message, "collate_fn": default_collate if batch else _as_list}
-        loading |= {"num_workers": workers, **({"prefetch_factor": _PREFETCH} if workers else {})}
+        loading["num_workers"] = workers
+        if workers:
+            loading |= {"prefetch_factor": _PREFETCH, "worker_init_fn": _die_with_rank}
         loader = opened(source, workload, rank, loading)
         for one in loader if batch else _each(loader):
             sink.take(one)
@@ -81,6 +84,10 @@ def read(
         return {"elements": sink.num_elements, "bytes": sink.num_bytes, **seen}
 
     return run
+
+
+def _die_with_rank(_: int) -> None:
+    die_with_parent()
 
 
 def _as_list(elements: list[Element]) -> list[Element]:

@@ -40,6 +40,7 @@ def _cpu_s(who: int) -> float:
 
 def _member(module: Any, member: dict[str, Any], out: Path, ready: int, start: int) -> None:
     """The life of a fork."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
     os.setpgid(0, 0)
     os.environ.update(member.get("env", {}))
@@ -158,6 +159,7 @@ class _Run:
 def main(argv: list[str]) -> int:
     """Serve runs until the input ends."""
     die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a run under way then ends its members and their children
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     module, folder = importlib.import_module(argv[0]), Path(argv[1])

@@ -73,15 +73,16 @@ class Zygote:
         return log.read_text(errors="replace")[-600:] if log.exists() else "(none)"
 
     def close(self) -> None:
-        """End it and what it started (its forks ask to be killed with it)."""
+        """End it and what it started."""
         process, self._process = self._process, None
         if process is None:
             return
+        process.terminate()
         with contextlib.suppress(OSError):
             if process.stdin is not None:
                 process.stdin.close()
         try:
-            process.wait(3)
+            process.wait(10)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
