@@ -40,7 +40,7 @@ from tests.exact import loaders
 def make():
     return loaders.make({kind!r}, {size}, {workers})
 """
-NUM_CASES = int(os.environ.get("TAAS_EXACT_KILL_CASES", "5"))
+NUM_CASES = int(os.environ.get("TAAS_EXACT_KILL_CASES", "4"))
 
 
 @pytest.fixture(scope="module")

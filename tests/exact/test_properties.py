@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
-NUM_CASES = int(os.environ.get("TAAS_EXACT_CASES", "40"))
+NUM_CASES = int(os.environ.get("TAAS_EXACT_CASES", "25"))
 PROFILE = settings(
     deadline=None,
     max_examples=NUM_CASES,
