@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from taas.errors import ObjectMissing
-from taas_tasks.store.base import Content, ObjectInfo, ObjectStore
+from taas_tasks.store.base import Content, ObjectInfo, ObjectStore, UsePiece
 
 
 class FolderStore:
@@ -52,11 +52,8 @@ class FolderStore:
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         return self.get(key)[start:stop]
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        with self._path(key).open("rb", buffering=0) as file:
-            file.seek(start)
-            if file.readinto(buffer) != len(buffer):
-                raise ObjectMissing(f"{key!r} is too short", key=key)
+    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
+        use(0, memoryview(self.get_range(key, start, stop)))
 
     def get_file(self, key: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

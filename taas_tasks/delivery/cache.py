@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
-import mmap
 import os
 import random
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -18,6 +15,7 @@ from pathlib import Path
 
 from taas.errors import DeliveryError, ObjectCorrupt, ObjectMissing, StoreUnavailable
 from taas_tasks.delivery.parts import PartLayout, Segment
+from taas_tasks.shards.checksum import crc32
 from taas_tasks.store.base import ObjectStore
 
 _log = logging.getLogger(__name__)
@@ -58,9 +56,9 @@ def fetch_part(
         DeliveryError: they stay wrong or missing, or the disk is full; names segment and host.
         StoreError: the store cannot be read; when it does not answer, after ``store_patience_s``.
     """
-    errand = _Errand(store, segment, lanes, layout, host, store_patience_s, pause)
+    errand = _Errand(store, segment, lanes, layout, cache_dir, host, store_patience_s, pause)
     for turn in range(_REPAIRS + 1):
-        file = _new_file(cache_dir, layout.num_bytes, host=host)
+        file = _unnamed(cache_dir)
         try:
             errand.bring(file)
             return file
@@ -84,6 +82,7 @@ class _Errand:
     segment: Segment
     lanes: int
     layout: PartLayout
+    cache_dir: Path
     host: str
     store_patience_s: float
     pause: Callable[[float], None]
@@ -105,13 +104,30 @@ class _Errand:
         """Fill the file, again when bytes are wrong or missing."""
         for attempt in range(_ATTEMPTS):
             try:
-                return _fill(self.store, self.segment, self.lanes, self.layout, file)
+                return self._fill(file)
             except (ObjectCorrupt, ObjectMissing) as error:
                 if attempt == _ATTEMPTS - 1:
                     raise _Lost(error.message) from error
                 _log.warning("%s; fetching it again", self.lost(error))
             self.pause(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("unreachable")
+
+    def _fill(self, file: int) -> None:
+        checks = _checks(self.segment, self.lanes, self.layout)
+        for span in self.layout.spans:
+            within = [one for one in checks if span.place <= one.start < span.place + span.length]
+            sink = _Sink(file, span.place, within, key=self.segment.key, full=lambda error: self._full(file, error))
+            self.store.read_pieces(self.segment.key, span.start, span.start + span.length, sink.take)
+
+    def _full(self, file: int, error: OSError) -> DeliveryError:
+        free_bytes = _free_bytes(file)
+        return DeliveryError(
+            f"host {self.host} cannot write {self.layout.num_bytes} bytes of cache in {self.cache_dir}, where "
+            f"{free_bytes} bytes are free: {error.strerror}; free some space there or lower cache_gb in the request",
+            host=self.host,
+            needed_bytes=self.layout.num_bytes,
+            free_bytes=free_bytes,
+        )
 
     @property
     def _what(self) -> str:
@@ -129,24 +145,6 @@ class _Errand:
             key=self.segment.key,
             host=self.host,
         )
-
-
-def _new_file(folder: Path, num_bytes: int, *, host: str) -> int:
-    """Return a file without a name whose blocks are allocated: a full disk is found here, not by a SIGBUS later."""
-    file = _unnamed(folder)
-    try:
-        os.posix_fallocate(file, 0, num_bytes)
-    except OSError as error:
-        free_bytes = _free_bytes(file)
-        os.close(file)
-        raise DeliveryError(
-            f"host {host} cannot allocate {num_bytes} bytes of cache in {folder}, where {free_bytes} bytes are free: "
-            f"{error.strerror}; free some space there or lower cache_gb in the request",
-            host=host,
-            needed_bytes=num_bytes,
-            free_bytes=free_bytes,
-        ) from error
-    return file
 
 
 def _free_bytes(file: int) -> int:
@@ -172,26 +170,61 @@ def make_cache_folder(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _fill(store: ObjectStore, segment: Segment, lanes: int, layout: PartLayout, file: int) -> None:
-    mapping = mmap.mmap(file, layout.num_bytes)
-    view = memoryview(mapping)
-    try:
-        for span in layout.spans:
-            store.read_into(segment.key, span.start, view[span.place : span.place + span.length])
-        _verify(segment, lanes, layout, view)
-    finally:
-        with contextlib.suppress(BufferError):  # after an error its traceback holds slices: they let go with it
-            view.release()
-            mapping.close()
+class _Sink:
+    """Writes the pieces of a span into the cache file, and checks its lanes while they are in the processor's cache.
 
+    Written, not mapped: neither zeroing fresh pages nor page faults are paid for, and a full disk is an error of the
+    write, where a mapping would end the process by SIGBUS.
+    """
 
-def _verify(segment: Segment, lanes: int, layout: PartLayout, view: memoryview) -> None:
-    checks = [("the schema", 0, segment.schema_length, segment.schema_crc32)]
-    for one, (lane, place, length) in zip(segment.lanes(lanes), layout.lanes, strict=True):
-        checks.append((f"lane {lane}", place, length, one.crc32))
-    for what, place, length, expected in checks:
-        got = zlib.crc32(view[place : place + length])
-        if got != expected:
+    def __init__(self, file: int, place: int, checks: list[_Check], *, key: str, full: Callable[[OSError], Exception]):
+        self._file, self._place, self._checks, self._key, self._full = file, place, checks, key, full
+        self._next = self._crc = 0
+
+    def take(self, offset: int, piece: memoryview) -> None:
+        """Take the bytes that stand ``offset`` behind the span's start."""
+        if offset == 0:  # the first time, or all anew
+            self._next = self._crc = 0
+        start = self._place + offset
+        self._write(start, piece)
+        while self._next < len(self._checks):
+            check = self._checks[self._next]
+            low, high = max(start, check.start), min(start + len(piece), check.stop)
+            if low < high:
+                self._crc = crc32(piece[low - start : high - start], self._crc)
+            if start + len(piece) < check.stop:
+                return
+            self._end(check)
+
+    def _write(self, place: int, piece: memoryview) -> None:
+        while piece:
+            try:
+                written = os.pwrite(self._file, piece, place)
+            except OSError as error:
+                raise self._full(error) from error
+            piece, place = piece[written:], place + written
+
+    def _end(self, check: _Check) -> None:
+        got, self._crc = self._crc, 0
+        self._next += 1
+        if got != check.crc32:
             raise ObjectCorrupt(
-                f"{what} has checksum {got:#010x}, not {expected:#010x} as when it was written", key=segment.key
+                f"{check.what} has checksum {got:#010x}, not {check.crc32:#010x} as when it was written", key=self._key
             )
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Bytes of the cache file with a known checksum."""
+
+    what: str
+    start: int
+    stop: int
+    crc32: int
+
+
+def _checks(segment: Segment, lanes: int, layout: PartLayout) -> list[_Check]:
+    found = [_Check("the schema", 0, segment.schema_length, segment.schema_crc32)]
+    for one, (lane, place, length) in zip(segment.lanes(lanes), layout.lanes, strict=True):
+        found.append(_Check(f"lane {lane}", place, place + length, one.crc32))
+    return found

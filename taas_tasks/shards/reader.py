@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import json
 import pickle
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,6 +20,7 @@ import pyarrow as pa
 import torch
 
 from taas.errors import DeliveryError, ObjectCorrupt
+from taas_tasks.shards import checksum
 from taas_tasks.shards.schema import FORMAT, FORMAT_KEY, SPEC_KEY, Choice, Fields, Leaf, Repeat, Spec, from_json
 from taas_tasks.shards.sparse import from_parts
 from taas_tasks.shards.storage import Storage, is_fixed, storage_of
@@ -105,7 +105,7 @@ def read_lane(buffer: Any, schema: ShardSchema, *, crc32: int | None = None) -> 
         DeliveryError: the elements hold a class that cannot be imported here, or pickles that may not be read.
     """
     data = memoryview(buffer).cast("B")
-    if crc32 is not None and (got := zlib.crc32(data)) != crc32:
+    if crc32 is not None and (got := checksum.crc32(data)) != crc32:
         raise ObjectCorrupt(f"a lane's checksum is {got:#010x}, not {crc32:#010x} as when it was written")
     if data.readonly:
         data = memoryview(bytearray(data))

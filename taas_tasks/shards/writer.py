@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from taas_tasks.shards.checksum import crc32
 from taas_tasks.shards.lanes import LANES_IN_FILE_ORDER, NUM_LANES, lane_of
 from taas_tasks.shards.schema import (
     FORMAT,
@@ -124,7 +124,7 @@ class _Stream:
         head = memoryview(schema.serialize())
         self.parts = [head]
         self.num_bytes = len(head)
-        self.head = len(head), zlib.crc32(head)
+        self.head = len(head), crc32(head)
         self._to_skip = len(head)  # the writer brings the schema again, together with the first batch
 
     def add(self, batch: Any) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class _Stream:
             if self._to_skip:
                 self._to_skip -= len(part)
                 continue
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
             length += len(part)
             self.parts.append(part)
         self._sink.taken.clear()

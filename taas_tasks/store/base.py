@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 Content: TypeAlias = bytes | memoryview | Sequence[memoryview]
+UsePiece: TypeAlias = Callable[[int, memoryview], object]
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,12 @@ class ObjectStore(Protocol):
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop)."""
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` (writable, flat) with the bytes from ``start``; no copy besides the socket's."""
+    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
+        """Call ``use(offset, piece)`` with the bytes [start, stop), piece by piece in order, as they arrive.
+
+        ``offset`` counts from ``start``. A piece is valid during the call alone. When all must be read again (keys that
+        expired), pieces come from offset 0 on again; what ``use`` raises ends the reading.
+        """
 
     def get_file(self, key: str, path: Path) -> None:
         """Write the object to a file: a temporary beside it, then moved."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import RLock
 
 from taas.errors import ObjectCorrupt, ObjectMissing
-from taas_tasks.store.base import Content, ObjectInfo
+from taas_tasks.store.base import Content, ObjectInfo, UsePiece
 from taas_tasks.store.files import write_then_move
 from taas_tasks.store.keys import check_key
 
@@ -54,10 +54,9 @@ class MemoryStore:
             raise ObjectCorrupt(f"object {key!r} ends at byte {len(content)}; asked were {start} to {stop}", key=key)
         return content[start:stop]
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``start``."""
-        view = buffer.cast("B")
-        view[:] = self.get_range(key, start, start + len(view))
+    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
+        """Call ``use(0, piece)`` with the bytes [start, stop)."""
+        use(0, memoryview(self.get_range(key, start, stop)))
 
     def get_file(self, key: str, path: Path) -> None:
         """Write the object to a file: a temporary beside it, then moved."""

@@ -19,7 +19,7 @@ from botocore.handlers import add_expect_header
 
 from taas.errors import ObjectMissing, StoreError, StoreRefused, StoreUnavailable
 from taas_tasks.store.answers import EXPIRED_CODES, Retries, error_for
-from taas_tasks.store.base import Content, ObjectInfo
+from taas_tasks.store.base import Content, ObjectInfo, UsePiece
 from taas_tasks.store.credentials import CredentialsFile, KeySource
 from taas_tasks.store.files import write_then_move
 from taas_tasks.store.http_reader import HttpReader
@@ -217,10 +217,10 @@ class S3Store:
         check_key(key)
         return self._call(key, lambda: self._reader.read_range(key, start, stop))
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` (writable, flat) with the bytes from ``start``; no copy besides the socket's."""
+    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
+        """Call ``use(offset, piece)`` with the bytes [start, stop), as they arrive in one small buffer."""
         check_key(key)
-        self._call(key, lambda: self._reader.read_into(key, start, buffer))
+        self._call(key, lambda: self._reader.read_pieces(key, start, stop, use))
 
     def get_file(self, key: str, path: Path) -> None:
         """Write the object to a file: a temporary beside it, then moved."""

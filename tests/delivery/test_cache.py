@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from taas.errors import DeliveryError, StoreUnavailable
-from taas_tasks.delivery.cache import fetch_part, make_cache_folder
+from taas_tasks.delivery.cache import _Sink, fetch_part, make_cache_folder
 from taas_tasks.delivery.parts import Segment, lay_out
+from taas_tasks.store.base import UsePiece
 from taas_tasks.store.memory import MemoryStore
 from tests.delivery.support import Prepared
 
@@ -61,7 +62,7 @@ def test_an_object_that_is_too_short_is_called_changed(tmp_path: Path) -> None:
 
 def test_trouble_of_the_store_passes_through_and_leaves_no_file_open(tmp_path: Path) -> None:
     class Down(MemoryStore):
-        def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
             raise StoreUnavailable("no answer")
 
     _, segment = prepared()
@@ -72,12 +73,9 @@ def test_trouble_of_the_store_passes_through_and_leaves_no_file_open(tmp_path: P
 
 
 def test_a_full_disk_is_an_error_that_names_the_host_and_the_bytes() -> None:
-    from taas_tasks.delivery.cache import _new_file
-
-    with pytest.raises(
-        DeliveryError, match=r"h1 cannot allocate 4611686018427387904 bytes of cache in /dev/shm, where \d+ bytes are"
-    ):
-        _new_file(Path("/dev/shm"), 2**62, host="h1")
+    _, segment = prepared()
+    with Path("/dev/full").open("r+b", buffering=0) as full, pytest.raises(OSError, match="No space left"):
+        _Sink(full.fileno(), 0, [], key=segment.key, full=lambda error: error).take(0, memoryview(b"x"))
 
 
 def test_a_store_that_is_down_is_waited_for_with_pauses_that_grow_and_vary(tmp_path: Path) -> None:
@@ -86,11 +84,11 @@ def test_a_store_that_is_down_is_waited_for_with_pauses_that_grow_and_vary(tmp_p
     class Down(MemoryStore):
         turns = 0
 
-        def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
             self.turns += 1
             if self.turns <= 12:
                 raise StoreUnavailable("no answer")
-            store.read_into(key, start, buffer)
+            store.read_pieces(key, start, stop, use)
 
     pauses: list[float] = []
     os.close(fetch(Down(), segment, tmp_path, pauses.append))
@@ -100,7 +98,7 @@ def test_a_store_that_is_down_is_waited_for_with_pauses_that_grow_and_vary(tmp_p
 
 def test_a_pause_that_is_broken_off_ends_the_waiting_and_leaves_no_file_open(tmp_path: Path) -> None:
     class Down(MemoryStore):
-        def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
             raise StoreUnavailable("no answer")
 
     def feeder_ends(_: float) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from taas.errors import DeliveryError
 from taas_tasks.delivery.counters import read_passes
 from taas_tasks.layout import RunKeys
+from taas_tasks.store.base import UsePiece
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import SegmentSizes
 from tests.delivery.support import RUN, Prepared, element, feeding, ids, launch_plan, rule
@@ -384,11 +385,12 @@ def test_a_byte_that_is_wrong_once_is_not_noticed_by_the_ranks(store: MemoryStor
             super().__init__()
             self.read_before: set[str] = set()
 
-        def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-            super().read_into(key, start, buffer)
+        def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
+            content = bytearray(self.get_range(key, start, stop))
             if key not in self.read_before:
                 self.read_before.add(key)
-                buffer[-9] ^= 255
+                content[-9] ^= 255
+            use(0, memoryview(content))
 
     flaky = Flaky()
     prepared = Prepared(flaky, units=64, length=64).commit_all()

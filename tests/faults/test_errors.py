@@ -73,7 +73,7 @@ def test_a_full_disk_of_a_host_is_told_to_its_ranks_with_both_numbers(small_disk
     ):
         list(host.loader(0))
     message, fields = caught.value.message, caught.value.fields
-    assert f"host host-0 cannot allocate {fields['needed_bytes']} bytes of cache in" in message
+    assert f"host host-0 cannot write {fields['needed_bytes']} bytes of cache in" in message
     assert f"where {fields['free_bytes']} bytes are free: No space left on device" in message
     assert fields["needed_bytes"] > fields["free_bytes"] and "lower cache_gb" in message
     assert os.statvfs(small_disk).f_bfree > 0  # what was fetched is given back

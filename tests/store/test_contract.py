@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from taas.errors import ObjectCorrupt, ObjectMissing, StoreError
 from taas_tasks.store import ObjectStore
 from taas_tasks.store.memory import MemoryStore
+from tests.store.reading import gathered
 
 HOSTILE_KEYS = [
     "a b/ü/漢字.txt",
@@ -79,7 +81,7 @@ def test_a_missing_key_is_an_object_missing(store: ObjectStore, tmp_path: Path) 
     for act in (
         lambda: store.get("nope"),
         lambda: store.get_range("nope", 0, 1),
-        lambda: store.read_into("nope", 0, memoryview(bytearray(1))),
+        lambda: gathered(store, "nope", 0, 1),
         lambda: store.get_file("nope", tmp_path / "nope"),
     ):
         with pytest.raises(ObjectMissing) as caught:
@@ -127,11 +129,23 @@ def test_ranges_are_exact(store: ObjectStore) -> None:
     assert store.get_range("k", 5, 5) == b""
 
 
-def test_read_into_fills_just_the_given_buffer(store: ObjectStore) -> None:
+def test_pieces_are_just_the_range_in_order(store: ObjectStore) -> None:
+    content = os.urandom((1 << 20) + 7)
+    store.put("k", content)
+    assert gathered(store, "k", 3, 7) == content[3:7]
+    assert gathered(store, "k", 3, len(content)) == content[3:]
+    assert gathered(store, "k", 5, 5) == b""
+
+
+def test_what_the_user_of_pieces_raises_ends_the_reading(store: ObjectStore) -> None:
     store.put("k", b"0123456789")
-    buffer = bytearray(b"........")
-    store.read_into("k", 3, memoryview(buffer)[2:6])
-    assert buffer == b"..3456.."
+
+    def full(_: int, __: memoryview) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        store.read_pieces("k", 0, 10, full)
+    assert store.get("k") == b"0123456789"
 
 
 def test_a_range_past_the_end_is_corrupt(store: ObjectStore) -> None:
@@ -140,7 +154,7 @@ def test_a_range_past_the_end_is_corrupt(store: ObjectStore) -> None:
         with pytest.raises(ObjectCorrupt, match="ends"):
             store.get_range("k", start, stop)
         with pytest.raises(ObjectCorrupt, match="ends"):
-            store.read_into("k", start, memoryview(bytearray(stop - start)))
+            gathered(store, "k", start, stop)
 
 
 def test_keys_are_listed_in_byte_order_from_behind_start_after(store: ObjectStore) -> None:
