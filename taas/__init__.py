@@ -35,6 +35,7 @@ from taas.errors import (
     StoreError,
     StoreRefused,
     StoreUnavailable,
+    StreamTaken,
     TaasError,
 )
 
@@ -81,6 +82,7 @@ __all__ = [
     "StoreError",
     "StoreRefused",
     "StoreUnavailable",
+    "StreamTaken",
     "TaasError",
     "attach",
     "checkpoint",

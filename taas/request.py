@@ -242,7 +242,8 @@ class TrainRequest(BaseModel):
     start: Annotated[_Start, Allowed(_START_TEXT)] = Field(
         "auto",
         title="Start",
-        description="When training starts: auto (never waits), all, a number of units (1 is one unit), or a fraction. "
+        description="When training starts: auto (when the first segments are there), all, a number of units (1 is one "
+        "unit), or a fraction. "
         'The fraction 1.0 means "all".',
         examples=["auto", "all", 20480, 0.25],
     )

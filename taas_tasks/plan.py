@@ -424,11 +424,7 @@ def _describe_loader(loader: LoaderPlan, flavors: Mapping[str, Flavor]) -> str:
     inspection = loader.inspection
     seconds = preparation_seconds(loader)
     epoch = f"epochs of {inspection.epoch_length}" if inspection.epoch_length else "epochs as long as it yields"
-    streams = (
-        f" as {loader.num_streams} streams of its loader workers on {loader.machines} machines"
-        if loader.is_merged
-        else ""
-    )
+    streams = f" as {loader.num_streams} streams of its loader workers" if loader.is_merged else ""
     return (
         f"prepare {loader.loader}: {loader.units:,} elements ({epoch}) of about {_bytes(inspection.element_bytes)},"
         f" {_bytes(loader.units * inspection.element_bytes)} in all,{streams} on {loader.machines} x {PREP_FLAVOR}"

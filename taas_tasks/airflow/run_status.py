@@ -94,7 +94,9 @@ class Followed:
         self._readers: OrderedDict[tuple[int, bytes], tuple[threading.Lock, dict[str, LedgerReader]]] = OrderedDict()
 
     def prepared(self, store: ObjectStore, run: str) -> tuple[dict[str, dict[str, int]], list[str]]:
-        """Return how many units of each loader are there without a gap, of how many, and what is wrong with a ledger.
+        """Return how many units of each loader are there without a gap, of how many; and what people must be told.
+
+        That are the plan's warnings, before the training is paid for, and what is wrong with a ledger.
 
         Empty before the plan is made.
         """
@@ -104,15 +106,15 @@ class Followed:
             return {}, []
         plan = Plan.model_validate_json(data)
         lock, readers = self._of((id(store), hashlib.sha256(data).digest()))  # planned again: another run
-        faults = []
+        told = [f"plan: warning: {text}" for text in plan.warnings]
         with lock:
             for name, loader in plan.loaders.items():
                 try:
                     _advance(readers, store, run, loader)
                 except ObjectCorrupt as error:
-                    faults.append(f"{name}: {error.message}")
+                    told.append(f"{name}: {error.message}")
             marks = {name: reader.watermark for name, reader in readers.items()}
-        return {name: {"units": mark.units, "asked": mark.asked} for name, mark in marks.items()}, faults
+        return {name: {"units": mark.units, "asked": mark.asked} for name, mark in marks.items()}, told
 
     def _of(self, key: tuple[int, bytes]) -> tuple[threading.Lock, dict[str, LedgerReader]]:
         with self._lock:
@@ -141,12 +143,12 @@ def run_status(session: Session, store: ObjectStore, run_id: str) -> dict[str, A
     if state is None:
         return None
     rows = _rows(session, run_id)
-    prepared, faults = _followed.prepared(store, run_key(run_id))
+    prepared, told = _followed.prepared(store, run_key(run_id))
     return {
         "run_id": run_id,
         "state": str(state),
         "phase": phase_of(rows),
-        "lines": status_lines(rows) + faults,
+        "lines": status_lines(rows) + told,
         "prepared": prepared,
     }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import select
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +68,7 @@ class Connection:
 
     def __init__(self, path: str, *, connect_s: float = _CONNECT_S) -> None:
         self._socket = wire.new_socket()
+        self._pid = os.getpid()
         self._path = path
         self._poll = select.poll()  # not select.select: that fails beyond descriptor 1023
         self._poll.register(self._socket, select.POLLIN)
@@ -119,7 +122,10 @@ class Connection:
         )
 
     def close(self) -> None:
-        """End the connection: the feeder forgets what it held for it."""
+        """End the connection, also where a child process has it open: the feeder forgets what it held for it."""
+        if os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 

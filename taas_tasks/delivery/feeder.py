@@ -31,6 +31,7 @@ from taas.errors import DeliveryError, StoreUnavailable, TaasError
 from taas_tasks.delivery import wire
 from taas_tasks.delivery.cache import fetch_part, make_cache_folder
 from taas_tasks.delivery.desk import Desk, Drop, Fetch, HandOut, Tell
+from taas_tasks.delivery.outbox import Outbox
 from taas_tasks.delivery.parts import PartKey, Ranks, Segment, describe_part
 from taas_tasks.delivery.repair import LostSegment, RecordWatch, Repairs, RepairSetup
 from taas_tasks.ledger_reader import LedgerReader
@@ -188,6 +189,7 @@ class Feeder:
         self._stats = _Stats(stats_path, names)
         self._files: dict[PartKey, int] = {}
         self._connections: dict[int, socket.socket] = {}
+        self._outboxes: dict[int, Outbox] = {}
         self._next_connection = 0
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_out, self._wake_in = socket.socketpair()
@@ -240,6 +242,8 @@ class Feeder:
         self._closing.set()
         self._follower.stop()
         Path(self._socket_path).unlink(missing_ok=True)
+        for outbox in self._outboxes.values():
+            outbox.close()
         for connection in [listener, *self._connections.values()]:
             connection.close()
         if self._repairs is not None:
@@ -268,27 +272,41 @@ class Feeder:
         self._wake()
 
     def _step(self, listener: socket.socket) -> None:
-        for key, _ in self._selector.select(_TICK_S):
+        for key, events in self._selector.select(_TICK_S):
             if key.fileobj is listener:
                 self._accept(listener)
             elif key.fileobj is self._wake_in:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_in.recv(4096)
-            else:
+            elif events & selectors.EVENT_READ:
                 self._hear(key.data)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._news.get_nowait()()
         self._act()
+        for number, outbox in self._outboxes.items():
+            if outbox:
+                outbox.flush()
+                self._await_room(number)
+
+    def _await_room(self, number: int) -> None:
+        """Be woken when a connection that was full has room again."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outboxes[number] else 0)
+        if self._selector.get_key(self._connections[number]).events != events:
+            self._selector.modify(self._connections[number], events, number)
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         self._next_connection += 1
         self._connections[self._next_connection] = connection
+        self._outboxes[self._next_connection] = Outbox(connection)
         self._selector.register(connection, selectors.EVENT_READ, self._next_connection)
 
     def _hear(self, number: int) -> None:
-        message, _ = wire.receive(self._connections[number])
+        try:
+            message, _ = wire.receive(self._connections[number])
+        except BlockingIOError:
+            return
         if message is None:
             self._forget(number)
             return
@@ -317,6 +335,7 @@ class Feeder:
 
     def _forget(self, number: int) -> None:
         self._desk.close(number)
+        self._outboxes.pop(number).close()
         connection = self._connections.pop(number)
         self._selector.unregister(connection)
         connection.close()
@@ -396,10 +415,10 @@ class Feeder:
         self._tell(action.connection, {"part": part, **action.message}, self._files[action.key])
 
     def _tell(self, number: int, message: dict[str, Any], *files: int) -> None:
-        connection = self._connections.get(number)
-        if connection is not None:
-            with contextlib.suppress(OSError):  # the rank is gone: its end of the connection says so next
-                wire.send(connection, message, files)
+        outbox = self._outboxes.get(number)
+        if outbox is not None:
+            outbox.send(message, files)
+            self._await_room(number)
 
 
 def _repairs(given: FeederInput, host: str) -> Repairs | None:

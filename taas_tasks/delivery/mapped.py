@@ -1,4 +1,4 @@
-"""A part of a segment as a rank has it: its lanes mapped privately into the process, its elements views of them."""
+"""A part of a segment as a rank has it: mapped privately into the process, its elements views of the mapping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row: TypeAlias = tuple[Callable[[int], Any], int]
 
 
 class MappedPart:
-    """A part in this process. Each lane is mapped on its own, when first read; closing the part keeps the mappings.
+    """A part in this process. It is mapped once, when first read; closing it keeps the mapping for living elements.
 
     Args:
         told: what ``parts.describe_part`` said.
@@ -37,6 +37,7 @@ class MappedPart:
         self._schema: ShardSchema = read_schema(os.pread(file, told["schema_length"], 0), allow_pickle=allow_pickle)
         self._lanes: dict[int, Callable[[int], Any]] = {}
         self._file = file
+        self._mapping: memoryview | None = None
 
     def holds(self, position: int) -> bool:
         """Whether the element at a position of the stream is in this part."""
@@ -60,15 +61,9 @@ class MappedPart:
 
     def _open(self, number: int, position: int) -> Callable[[int], Any]:
         place, length = self._places[number]
-        page = place // mmap.PAGESIZE * mmap.PAGESIZE
-        mapping = mmap.mmap(
-            self._file,
-            place - page + length,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=page,
-        )
-        lane = read_lane(memoryview(mapping)[place - page :], self._schema)
+        if self._mapping is None:
+            self._mapping = self._map()
+        lane = read_lane(self._mapping[place : place + length], self._schema)
         row, expected = (position - self.start) // self._period, nominal_index(position, self.stream, self._num_streams)
         if not (row < len(lane) and lane.index(row) == expected):
             found = f"element {lane.index(row)}" if row < len(lane) else f"only {len(lane)} elements"
@@ -81,8 +76,21 @@ class MappedPart:
         self._lanes[number] = lane.__getitem__
         return self._lanes[number]
 
+    def _map(self) -> memoryview:
+        num_bytes = max(place + length for place, length in self._places.values())
+        try:
+            mapping = mmap.mmap(self._file, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise DeliveryError(
+                f"segment {self.n} of epoch {self.epoch} cannot be mapped: {error.strerror}. An element that is kept "
+                "keeps its segment mapped, which costs a file descriptor and a mapping: keep copies (clone() of tensors), or "
+                "raise the limit (ulimit -n)"
+            ) from error
+        return memoryview(mapping)
+
     def close(self) -> None:
-        """Let go of the file; elements that are still alive keep their lanes."""
+        """Let go of the file; elements that are still alive keep its mapping."""
+        self._mapping = None
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

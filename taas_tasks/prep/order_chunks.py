@@ -1,14 +1,14 @@
 """The order of a sampler of the user's: run once, written down in chunks, read back by any machine.
 
 A chunk is an Arrow IPC file of one column, one row per element: ``list<int64>`` (a batch of indices), ``int64`` (one
-index), or JSON text for other keys (strings, numbers, tuples of them). Nothing is ever unpickled.
+index), or JSON text for other keys (strings, tensors, arrays, tuples), with their types. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -63,7 +63,7 @@ def write_order(
         length = 0
         for chunk in _chunks(rows, limit=units - sum(lengths), size=chunk_elements):
             chunk_elements = chunk_elements or _chunk_elements(chunk[0])
-            store.put(keys.order_chunk(name, epoch, length // chunk_elements), _encode(chunk, name))
+            store.put(keys.order_chunk(name, epoch, length // chunk_elements), _encode(chunk))
             length += len(chunk)
         if length == 0:
             raise LoaderError(
@@ -105,7 +105,10 @@ def _rows_of_epoch(loader: DataLoader[Any], name: str, epoch: int, base_seeds: l
             base_seeds.append(int(drawn.item()))
             # torch's iterator over worker processes starts the sampler a second time and uses that
             rows = iter(index_sampler(loader)) if has_workers else rows
-        yield from rows
+        # written in the loop: a sampler may yield one list again and again, or views of an array that it shuffles
+        yield from (_kept(row, name) for row in rows)
+    except LoaderError:
+        raise
     except Exception as error:  # noqa: BLE001 (user code may raise anything)
         message = f"loader {name!r}: its sampler raised in epoch {epoch}: {describe(error)}"
         raise LoaderError(message, traceback=users_traceback(error)) from None
@@ -114,14 +117,13 @@ def _rows_of_epoch(loader: DataLoader[Any], name: str, epoch: int, base_seeds: l
 # --- one chunk ------------------------------------------------------------------------------------------------------
 
 
-def _encode(rows: list[Any], name: str) -> bytes:
-    plain = rows if _are_batches(rows) else [_plain(row, name) for row in rows]
-    if all(type(row) is int for row in plain):
-        column, form = pa.array(plain, pa.int64()), "int"
-    elif _are_batches(plain):
-        column, form = pa.array(plain, pa.list_(pa.int64())), "list"
+def _encode(rows: list[Any]) -> bytes:
+    if all(type(row) is int for row in rows):
+        column, form = pa.array(rows, pa.int64()), "int"
+    elif _are_batches(rows):
+        column, form = pa.array(rows, pa.list_(pa.int64())), "list"
     else:
-        column, form = pa.array([json.dumps(_tagged(row)) for row in plain], pa.string()), "json"
+        column, form = pa.array([json.dumps(_tagged(row)) for row in rows], pa.string()), "json"
     table = pa.table({"row": column}).replace_schema_metadata({"form": form})
     sink = io.BytesIO()
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
@@ -141,33 +143,49 @@ def _decode(data: bytes) -> list[Any]:
     return rows
 
 
-def _plain(key: Any, name: str) -> Any:
-    """Return a sampler's key of plain Python types; numpy's and torch's integers become int."""
+def _kept(key: Any, name: str) -> Any:
+    """Return a sampler's key as it is now: containers, tensors and arrays are copied."""
     if isinstance(key, (bool, int, float, str)) or key is None:
         return key
-    if isinstance(key, np.generic) or (isinstance(key, torch.Tensor) and key.dim() == 0):
-        return key.item()
-    if isinstance(key, (np.ndarray, torch.Tensor)):
-        return key.tolist()
+    if isinstance(key, torch.Tensor) and key.layout is torch.strided:
+        return key.detach().clone()
+    if isinstance(key, (np.ndarray, np.generic)) and key.dtype.kind in "biufUS":
+        return key.copy()
     if type(key) in (list, tuple):
-        return type(key)(_plain(part, name) for part in key)
+        return type(key)(_kept(part, name) for part in key)
     raise LoaderError(
-        f"loader {name!r}: its sampler yields keys of type {type(key).__name__}; allowed: integers, strings, floats,"
-        " and lists or tuples of them (keys travel between machines, and nothing is unpickled there)"
+        f"loader {name!r}: its sampler yields keys of type {type(key).__name__}; allowed: numbers, strings, tensors and"
+        " arrays of them, and lists or tuples of these (keys travel between machines, and nothing is unpickled there)"
     )
 
 
 def _tagged(key: Any) -> Any:
+    """Return a key as JSON that tells its types: the dataset is given what its sampler yields."""
+    if isinstance(key, list) and len(types := set(map(type, key))) == 1 and issubclass(types.pop(), np.number):
+        return {"numpy list": [key[0].dtype.str, [part.item() for part in key]]}
     if isinstance(key, (list, tuple)):
         return {"list" if isinstance(key, list) else "tuple": [_tagged(part) for part in key]}
-    return key
+    if isinstance(key, torch.Tensor):
+        return {"tensor": [str(key.dtype).removeprefix("torch."), key.tolist()]}
+    if isinstance(key, np.generic):
+        return {"numpy": [key.dtype.str, key.item()]}
+    return {"ndarray": [key.dtype.str, key.tolist()]} if isinstance(key, np.ndarray) else key
+
+
+_UNTAGGED: dict[str, Callable[[Any], Any]] = {
+    "list": lambda parts: [_untagged(part) for part in parts],
+    "tuple": lambda parts: tuple(_untagged(part) for part in parts),
+    "tensor": lambda parts: torch.tensor(parts[1], dtype=getattr(torch, parts[0])),
+    "numpy": lambda parts: np.array(parts[1], parts[0])[()],
+    "numpy list": lambda parts: list(np.array(parts[1], parts[0])),
+    "ndarray": lambda parts: np.array(parts[1], parts[0]),
+}
 
 
 def _untagged(key: Any) -> Any:
     if isinstance(key, dict):
         ((kind, parts),) = key.items()
-        found = [_untagged(part) for part in parts]
-        return found if kind == "list" else tuple(found)
+        return _UNTAGGED[kind](parts)
     return key
 
 
@@ -192,7 +210,7 @@ class ChunkOrder:
             part = self._chunk(epoch, number)[offset : offset + stop - start]
             if not part:
                 break
-            found += part
+            found += [_kept(row, self._name) for row in part]  # a dataset may change the list that it is given
             start += len(part)
         return found
 

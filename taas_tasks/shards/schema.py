@@ -17,6 +17,7 @@ import collections
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -56,6 +57,10 @@ class Fields:
     keys: tuple[Key, ...]
     children: tuple[Spec, ...]
     of: str | None = None
+    key_types: tuple[type, ...] = field(init=False)  # True and 1 are equal, and yet other keys
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key_types", tuple(map(type, self.keys)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +196,8 @@ def _describe_tensor(describer: Describer, value: torch.Tensor, path: str) -> Sp
     if (parts := parts_of(value)) is not None:
         children = describer._children(tuple(parts), tuple(parts.values()), path)
         return Fields("sparse", tuple(parts), children, str(value.layout).removeprefix("torch."))
-    fits = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+    is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+    fits = is_plain and value.dtype is not torch.complex32  # of 4 bytes, and unknown to numpy
     dtype = str(value.dtype).removeprefix("torch.")
     return Leaf("tensor", dtype, tuple(value.shape)) if fits and not value.is_nested else None
 
@@ -201,9 +207,20 @@ def _describe_ndarray(_: Describer, value: np.ndarray[Any, Any], __: str) -> Spe
 
 
 def _array_leaf(kind: Kind, value: np.ndarray[Any, Any]) -> Spec | None:
-    if value.dtype.hasobject or value.dtype.kind not in "biufcmMSUV" or value.dtype.itemsize == 0:
+    descr = _descr_of(value.dtype)
+    return None if descr is None else Leaf(kind, descr, value.shape)
+
+
+@cache
+def _descr_of(dtype: np.dtype[Any]) -> Any:
+    """Return a dtype as JSON can hold it; None where that gives no such dtype again (objects, fields out of order)."""
+    if dtype.hasobject or dtype.kind not in "biufcmMSUV" or dtype.itemsize == 0:
         return None
-    return Leaf(kind, freeze(np.lib.format.dtype_to_descr(value.dtype)), value.shape)
+    try:
+        descr = np.lib.format.dtype_to_descr(dtype)
+        return freeze(descr) if np.lib.format.descr_to_dtype(descr) == dtype else None
+    except ValueError:
+        return None
 
 
 def _describe_int(_: Describer, value: int, __: str) -> Spec:
@@ -298,7 +315,7 @@ def _widen_leaves(one: Leaf, other: Leaf) -> Leaf | None:
 
 
 def _widen_fields(one: Fields, other: Fields, path: str) -> Spec | None:
-    if (one.kind, one.keys, one.of) == (other.kind, other.keys, other.of):
+    if (one.kind, one.keys, one.key_types, one.of) == (other.kind, other.keys, other.key_types, other.of):
         both = zip(one.keys, one.children, other.children, strict=True)
         children = tuple(merge(ours, theirs, f"{path}[{key!r}]") for key, ours, theirs in both)
         return Fields(one.kind, one.keys, children, one.of)

@@ -210,3 +210,16 @@ def test_the_feeder_counts_each_element_of_the_streams_once(store: MemoryStore, 
         for rank in range(2):
             ids(host.loader(rank))
     assert json.loads(host.stats_path.read_text())["delivered"] == {"data": 60}
+
+
+def test_a_rank_that_computes_for_long_keeps_nobody_waiting(store: MemoryStore, tmp_path: Path) -> None:
+    """Hundreds of streams have as many answers on their way: more than a connection holds that nobody reads."""
+    num_streams, length = 200, 4
+    prepared = MergedPrepared(store, units=num_streams * length, lengths=[[length] * num_streams]).commit_all()
+    plan = launch_plan(prepared, nproc=2, cache_bytes=1 << 28)
+    with feeding(store, plan, tmp_path) as host:
+        slow = iter(host.loader(0))
+        first = ids([next(slow)])
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: ids(host.loader(1))).result(60) == rule(prepared, epoch=0, rank=1, world_size=2)
+        assert first + ids(slow) == rule(prepared, epoch=0, rank=0, world_size=2)

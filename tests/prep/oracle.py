@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
@@ -196,7 +197,8 @@ def equal(mine: Any, theirs: Any) -> bool:
     if isinstance(theirs, torch.Tensor):
         return isinstance(mine, torch.Tensor) and mine.dtype == theirs.dtype and _bits(mine) == _bits(theirs)
     if isinstance(theirs, np.ndarray):
-        return isinstance(mine, np.ndarray) and mine.dtype == theirs.dtype and mine.tobytes() == theirs.tobytes()
+        is_alike = isinstance(mine, np.ndarray) and (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        return is_alike and mine.tobytes() == theirs.tobytes()
     if type(mine) is not type(theirs):
         return False
     if isinstance(theirs, Mapping):
@@ -205,6 +207,8 @@ def equal(mine: Any, theirs: Any) -> bool:
         return len(mine) == len(theirs) and all(equal(a, b) for a, b in zip(mine, theirs, strict=True))
     if dataclasses.is_dataclass(theirs):
         return equal(vars(mine), vars(theirs))
+    if isinstance(theirs, float):
+        return struct.pack("d", mine) == struct.pack("d", theirs)
     return bool(mine == theirs)
 
 

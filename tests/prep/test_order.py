@@ -4,6 +4,7 @@ import random
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -169,27 +170,73 @@ class Iterating:
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    "rows",
     [
-        (["a", "b"], ["a", "b"]),
-        ([(1, "x"), (2, None)], [(1, "x"), (2, None)]),
-        ([[1.5], [True, "k"]], [[1.5], [True, "k"]]),
-        ([torch.tensor(3), torch.tensor(4)], [3, 4]),
-        ([torch.tensor([3, 4]), [5]], [[3, 4], [5]]),
-        ([1, [2], 3], [1, [2], 3]),
+        ["a", "b"],
+        [(1, "x"), (2, None)],
+        [[1.5], [True, "k"]],
+        [torch.tensor(3), torch.tensor(4, dtype=torch.int16)],
+        [torch.tensor([3, 4]), [5]],
+        [1, [2], 3],
+        [np.int64(7), np.uint8(2)],
+        [[np.int64(7), np.int64(8)], [np.int32(1)], []],
+        [np.arange(4, dtype=np.int16), np.array(["a", "bc"])],
+        [[[1, 2], (np.float32(0.5), torch.tensor([True]))]],
     ],
 )
-def test_keys_of_plain_types_survive(rows: list[Any], expected: list[Any]) -> None:
+def test_the_dataset_is_given_keys_of_the_types_that_the_sampler_yields(rows: list[Any]) -> None:
     loader = DataLoader(cases.Squares(5), batch_size=None, sampler=Iterating(rows))
     _, order = written(MemoryStore(), loader, seed=0, units=len(rows))
     found = order.rows(0, 0, 99)
-    assert found == expected
-    assert [type(row) for row in found] == [type(row) for row in expected]
+    assert len(found) == len(rows)
+    assert all(same_key(mine, theirs) for mine, theirs in zip(found, rows, strict=True)), found
+
+
+def same_key(mine: Any, theirs: Any) -> bool:
+    if type(mine) is not type(theirs):
+        return False
+    if isinstance(theirs, (list, tuple)):
+        return len(mine) == len(theirs) and all(map(same_key, mine, theirs))
+    if isinstance(theirs, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(theirs, (np.ndarray, np.generic)):
+        return mine.dtype == theirs.dtype and bool(np.array_equal(mine, theirs))
+    return bool(mine == theirs)
+
+
+class InPlace:
+    """A batch_sampler that yields views of one array, and one list again and again."""
+
+    def __init__(self, *, views: bool) -> None:
+        self.views = views
+        self.array, self.row = np.arange(12), [0, 0]
+
+    def __iter__(self) -> Any:
+        for at in range(0, 12, 2):
+            self.row[:] = at, at + 1
+            yield self.array[at : at + 2] if self.views else self.row
+        np.random.default_rng(0).shuffle(self.array)
+
+
+@pytest.mark.parametrize("views", [True, False])
+def test_a_row_that_the_sampler_changes_later_is_kept_as_it_was(views: bool) -> None:
+    loader = DataLoader(cases.Squares(20), batch_sampler=InPlace(views=views))
+    local = InPlace(views=views)
+    expected = [[list(row) for row in local] for _ in range(2)]
+    _, order = written(MemoryStore(), loader, seed=0, units=12)
+    assert [[list(row) for row in order.rows(epoch, 0, 6)] for epoch in range(2)] == expected
+
+
+def test_a_row_that_the_dataset_changes_is_whole_when_it_is_read_again() -> None:
+    loader = DataLoader(cases.Squares(20), batch_size=None, sampler=Iterating([[1, 2], [3, 4]]))
+    _, order = written(MemoryStore(), loader, seed=0, units=2)
+    order.rows(0, 0, 2)[0].clear()
+    assert order.rows(0, 0, 2) == [[1, 2], [3, 4]]
 
 
 def test_keys_of_other_types_are_refused() -> None:
     loader = DataLoader(cases.Squares(5), batch_size=None, sampler=Iterating([object()]))
-    with pytest.raises(Exception, match="keys of type object; allowed: integers, strings"):
+    with pytest.raises(Exception, match="keys of type object; allowed: numbers, strings"):
         written(MemoryStore(), loader, seed=0, units=1)
 
 

@@ -92,6 +92,33 @@ def test_what_fits_no_column_is_refused_with_its_path(value: Any) -> None:
         encode_segment([(0, {"a": [1, value]})], allow_pickle=False)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, dtype=torch.complex32),
+        lambda: np.zeros(2, np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [4, 0]})),
+    ],
+    ids=["complex32", "fields out of order"],
+)
+def test_a_dtype_that_cannot_be_told_is_refused_with_its_path(make: Any) -> None:
+    value = make()
+    with pytest.raises(ElementError, match=r"element\['x'\]: .* fits no column"):
+        round_trip([{"x": value}])
+
+
+def test_a_dtype_that_cannot_be_told_is_pickled_when_allowed() -> None:
+    value = np.zeros(2, np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i2"], "offsets": [4, 0]}))
+    (back,) = round_trip([{"x": value}], allow_pickle=True)
+    assert back["x"].dtype == value.dtype
+
+
+def test_keys_that_are_equal_and_of_other_types_keep_their_types() -> None:
+    elements: list[Any] = [{True: 1}, {1: 1}, {0: 2, "a": 3}, {False: 2, "a": 3}]
+    back = round_trip(elements)
+    assert [[type(key) for key in one] for one in back] == [[type(key) for key in one] for one in elements]
+
+
 def test_what_fits_no_column_is_pickled_and_flagged_when_allowed() -> None:
     shard = encode_segment([(0, {"a": {1, 2}, "b": 1})], allow_pickle=True)
     assert shard.pickled_paths == ["element['a']"]
