@@ -31,13 +31,20 @@ def retry_policy() -> ExceptionRetryPolicy:
     return ExceptionRetryPolicy(rules=rules)
 
 
+def last_words(error: BaseException | str | None) -> str:
+    """Return what people are told of a failure: its message, and the user's own traceback where one came with it."""
+    if not isinstance(error, TaasError):
+        return str(error or "")
+    return "\n".join([error.message, *filter(None, [str(error.fields.get("traceback") or "").rstrip()])])
+
+
 def leave_last_words(context: Mapping[str, Any]) -> None:
     """Failure callback: write why the task failed for good where ``report`` finds it."""
     from taas_tasks.airflow.deployment import read_store_config
     from taas_tasks.store import open_store
 
     scope = scope_of(context)
-    words = getattr(context.get("exception"), "message", None) or str(context.get("exception") or "")
+    words = last_words(context.get("exception"))
     if words:
         open_store(read_store_config()).put(scope.keys.last_words(scope.state_name), words.encode())
 

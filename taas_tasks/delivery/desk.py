@@ -357,11 +357,13 @@ class Desk:
                 found = next(walk, None)
                 if found is not None:
                     wanted.setdefault(*found)
-        if not walks or (known.num_streams > 1 and known.num_begun < self._ranks.count):
+        if not walks or known.num_begun < self._ranks.count:
             streams = known.catalogue.positions_at(known.next_pass, 0)
             begin = known.catalogue.walk(known.next_pass, known.catalogue.places_of(known.next_pass, streams), 0)
-            for key, segment in islice(begin, _MAX_AHEAD):  # ranks that have not begun may read other streams
-                wanted.setdefault(key, segment)
+            for key, segment in islice(begin, _MAX_AHEAD):
+                # ranks that have not begun may read other streams; of a single one what is there is kept for them
+                if not walks or known.num_streams > 1 or key in self._parts:
+                    wanted.setdefault(key, segment)
         return wanted
 
     def _start(self, cursor: _Cursor) -> _Start:

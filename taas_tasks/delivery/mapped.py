@@ -83,8 +83,8 @@ class MappedPart:
         except OSError as error:
             raise DeliveryError(
                 f"segment {self.n} of epoch {self.epoch} cannot be mapped: {error.strerror}. An element that is kept "
-                "keeps its segment mapped, which costs a file descriptor and a mapping: keep copies (clone() of tensors), or "
-                "raise the limit (ulimit -n)"
+                "keeps its segment mapped, which costs a file descriptor: keep copies (clone() of tensors), or raise "
+                "the limit (ulimit -n)"
             ) from error
         return memoryview(mapping)
 

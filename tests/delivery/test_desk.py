@@ -138,6 +138,18 @@ def test_a_late_iterator_has_what_was_dropped_fetched_again() -> None:
     assert handed(desk) == [(2, 0)]
 
 
+def test_what_one_rank_has_read_is_kept_for_one_that_has_not_begun_while_there_is_room() -> None:
+    desk = new_desk(segments(4), parts=4.5)
+    open_and_ask(desk, 1)
+    fetch_all(desk)
+    assert handed(desk) == [(1, 0)]
+    desk.ask(1, asks=[question(32, number=2)])
+    release(desk, 1, 0)
+    assert of(Drop, desk.decide()) == []
+    open_and_ask(desk, 2)
+    assert handed(desk) == [(2, 0)]
+
+
 def test_a_closed_iterator_holds_nothing_back() -> None:
     desk = new_desk(segments(6), parts=1.5)
     open_and_ask(desk, 1)
