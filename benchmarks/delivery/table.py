@@ -56,7 +56,8 @@ def _row(lane: dict[str, Any]) -> list[str]:
 
 def _about(lane: dict[str, Any]) -> str:
     told = [str(lane[name]) for name in ("setting",) if lane.get(name)]
-    requests = [one for one in lane.get("requests", []) if one is not None]
+    requests = lane.get("requests", [])
+    requests = [one for one in (requests if isinstance(requests, list) else [requests]) if one is not None]
     if requests:
         told.append(f"{statistics.median(requests):.0f} requests")
     if "fetched_bytes" in lane:
