@@ -65,6 +65,11 @@ def timeout_of(plan: LoaderPlan) -> float:
     return _LEAST_S + _SLOWER * plan.inspection.element_seconds * elements
 
 
+def generation_of_repair(place: int, generation: int) -> int:
+    """Return the generation of what a host writes when it repairs; no try, and no other host, has it."""
+    return _FIRST_GENERATION * (place + 1) + generation
+
+
 class Repairs:
     """Prepares lost segments again, one at a time, each ``_MAX_TRIES`` times at most. Safe to use from several threads.
 
@@ -138,7 +143,7 @@ class Repairs:
             self._closed = True
             process = self._process
         if process is not None:
-            _end(process)
+            end_with_session(process)
 
     def _note(self, text: str, seconds: float) -> None:
         _log.warning("%s in %.1f s", text, seconds)
@@ -162,7 +167,7 @@ class Repairs:
             with write_then_move(folder / "input.json", mode=0o600) as file:
                 file.write(json.dumps(self._input(lost)).encode())
             problem = self._ended(folder / "input.json", self._timeout_of(self._plan.loaders[lost.loader]))
-            outcome = _read_outcome(folder / "outcome.json")
+            outcome = read_outcome(folder / "outcome.json")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if outcome is None:
@@ -179,8 +184,7 @@ class Repairs:
             "run_id": plan.run_id,
             "project": plan.project,
             "snapshot": plan.snapshot,
-            # No try of a preparation, and no other host, has this one.
-            "generation": _FIRST_GENERATION * (self._node_rank + 1) + plan.generation,
+            "generation": generation_of_repair(self._node_rank, plan.generation),
             "host": self._host,
             "host_root": "",
             "plan": RunKeys(plan.run).plan,
@@ -206,19 +210,20 @@ class Repairs:
         except subprocess.TimeoutExpired:
             return f"it takes longer than {timeout_s:.0f} s"
         finally:
-            _end(process)
+            end_with_session(process)
             with self._state:
                 self._process = None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_with_session(process: subprocess.Popen[bytes]) -> None:
     """Kill what is left of a process and its session: loader workers too."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _read_outcome(path: Path) -> dict[str, Any] | None:
+def read_outcome(path: Path) -> dict[str, Any] | None:
+    """Return what a program left of itself; None where it was killed."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +12,44 @@ from torch.utils.data import DataLoader
 
 from taas_tasks.layout import RunKeys
 from taas_tasks.prep.commit import Producer
+from taas_tasks.prep.lost_records import LostRecord, MakeAgain, prepare_again
 from taas_tasks.prep.opening import open_loader
 from taas_tasks.prep.order import Order, RecipeOrder
 from taas_tasks.prep.order_chunks import ChunkOrder
-from taas_tasks.prep.produce import produce
+from taas_tasks.prep.produce import Abort, produce
 from taas_tasks.prep.produce_streams import produce_streams
 from taas_tasks.prep.program import leave, run_program
 from taas_tasks.prep.sequential import produce_in_sequence
 from taas_tasks.prep.stream_starts import starts_of
+from taas_tasks.prep.work import Pace
 from taas_tasks.program_values import PrepareInput
 from taas_tasks.project import materialise
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import LoaderPlan, Plan
 
 
-def run(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
+def run(given: PrepareInput, store: ObjectStore, folder: Path, *, pace: Pace | None = None) -> dict[str, Any]:
     """Prepare this machine's share; return what was committed. ``folder`` becomes the project's folder."""
-    result = prepare_share(given, store, folder)
+    abort = Abort(store, given.run, clock=time.monotonic)
+
+    def again(lost: LostRecord) -> None:
+        prepare_again(lost, given, check=abort.check)
+
+    result = prepare_share(given, store, folder, pace=pace, make_again=again)
     store.put(RunKeys(given.run).prepared(given.loader, given.machine), b"")
     return result
 
 
-def prepare_share(given: PrepareInput, store: ObjectStore, folder: Path) -> dict[str, Any]:
-    """The same without saying that it is done."""
+def prepare_share(
+    given: PrepareInput,
+    store: ObjectStore,
+    folder: Path,
+    *,
+    pace: Pace | None = None,
+    only_stream: int | None = None,
+    make_again: MakeAgain | None = None,
+) -> dict[str, Any]:
+    """The same without saying that it is done; for the last three see ``produce_streams``."""
     plan = Plan.model_validate_json(store.get(given.plan))
     loader_plan = plan.loaders[given.loader]
     producer = Producer(given.run, given.loader, given.machine, given.host, given.generation)
@@ -59,6 +75,9 @@ def prepare_share(given: PrepareInput, store: ObjectStore, folder: Path) -> dict
             producer=producer,
             store=store,
             allow_pickle=given.allow_pickle,
+            pace=pace,
+            only_stream=only_stream,
+            make_again=make_again,
         ).to_dict()
     return produce(
         loader,
@@ -68,6 +87,7 @@ def prepare_share(given: PrepareInput, store: ObjectStore, folder: Path) -> dict
         store=store,
         seed=plan.seed,
         allow_pickle=given.allow_pickle,
+        pace=pace,
     ).to_dict()
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from taas.errors import LoaderError, ObjectMissing, TaasError
+from taas.errors import LoaderError, ObjectMissing, RunCancelled, TaasError
 from taas_tasks.ledger_reader import LedgerReader
 from taas_tasks.plan import stream_owner
 from taas_tasks.prep.commit import Committed, Producer, Segment
 from taas_tasks.prep.elements import Failure
 from taas_tasks.prep.failures import died, raised_in_stream, raised_while_waiting, stream_taken, timed_out
+from taas_tasks.prep.lost_records import LostRecord, MakeAgain, cannot_go_on, find_lost, put_again
 from taas_tasks.prep.pipeline import Pipeline
 from taas_tasks.prep.produce import Abort, Tally
 from taas_tasks.prep.stream_reading import Stream
@@ -47,18 +48,25 @@ def produce_streams(
     store: ObjectStore,
     allow_pickle: bool,
     pace: Pace | None = None,
+    only_stream: int | None = None,
+    make_again: MakeAgain | None = None,
 ) -> Tally:
     """Prepare this machine's streams of a loader whose workers are its streams; skip what is committed.
 
     Returns when all units of the loader are committed, by whomever. Loader workers are ended in any case.
+    ``only_stream``: of this machine's streams only this one. ``make_again``: is given records that are lost while this
+    machine waits for them, of whatever stream.
 
     Raises:
+        PrepareError: A record that is waited for is lost, and cannot be made again.
         LoaderError: The user's code raised, a loader worker died, or an epoch has no element; names the element.
         ElementError: An element fits no column.
         StreamTaken: Another try commits the same streams, with other values or other segments.
         RunCancelled: The run's abort object is there.
     """
-    return _Streams(loader, starts, plan, producer, store, allow_pickle, pace or Pace()).prepare()
+    return _Streams(
+        loader, starts, plan, producer, store, allow_pickle, pace or Pace(), only_stream, make_again
+    ).prepare()
 
 
 class _Streams:
@@ -73,6 +81,8 @@ class _Streams:
         store: ObjectStore,
         allow_pickle: bool,
         pace: Pace,
+        only_stream: int | None,
+        make_again: MakeAgain | None,
     ) -> None:
         self._loader = loader
         self._starts = starts
@@ -84,13 +94,16 @@ class _Streams:
         self._abort = Abort(store, producer.run, clock=time.monotonic)
         self._reader = LedgerReader(store, producer.run, plan)
         self._latest: dict[int, ShardRecord] = {}
+        self._make_again = make_again
+        self._made_again: set[LostRecord] = set()
+        self._came_at = self._looked_at = time.monotonic()
         self._polled_at = self._silent_since = time.monotonic()
         self._wait_s = _FIRST_WAIT_S
         self._num_seen = 0
         self._streams = [
             Stream(number, plan=plan)
             for number in range(plan.num_streams)
-            if stream_owner(number, machines=plan.machines) == producer.machine
+            if stream_owner(number, machines=plan.machines) == producer.machine and only_stream in (None, number)
         ]
         self._pipeline: Pipeline | None = None
         self._committed = threading.Event()
@@ -136,6 +149,7 @@ class _Streams:
         if not working:
             self._wait()
             return
+        self._came_at = self._looked_at = time.monotonic()
         epochs = [stream.epoch for stream in self._streams]
         touched = self._receive(working)
         if time.monotonic() - self._polled_at >= self._pace.refresh_s:
@@ -152,7 +166,32 @@ class _Streams:
         gained = self._poll()
         self._wait_s = _FIRST_WAIT_S if gained else min(self._pace.poll_s, 2 * self._wait_s)
         self._advance_all(self._streams)
-        self._silent_since = time.monotonic()
+        self._silent_since = now = time.monotonic()
+        if gained:
+            self._came_at = self._looked_at = now
+        elif now - self._looked_at >= self._pace.lost_s and not self._reader.is_complete:
+            self._look_for_lost(now - self._came_at)
+            self._looked_at = time.monotonic()
+
+    def _look_for_lost(self, waited_s: float) -> None:
+        """See to records that are gone: machines that wait for one another because of them would do so for ever."""
+        for stream in self._streams:  # what comes before its last one shows by that to be lost
+            if stream.number in self._latest:
+                put_again(self._latest[stream.number], store=self._store, run=self._producer.run)
+        for lost in find_lost(self._reader.awaited, store=self._store, run=self._producer.run, plan=self._plan):
+            self._have_made_again(lost, waited_s)
+
+    def _have_made_again(self, lost: LostRecord, waited_s: float) -> None:
+        problem = "it was prepared again, and lost again" if lost in self._made_again else "nobody prepares it again"
+        if self._make_again is not None and lost not in self._made_again:
+            try:
+                self._made_again.add(lost)
+                return self._make_again(lost)
+            except RunCancelled:
+                raise
+            except TaasError as error:
+                problem = error.message
+        raise cannot_go_on(lost, machine=self._producer.machine, waited_s=waited_s, problem=problem)
 
     def _poll(self) -> list[ShardRecord]:
         gained = self._reader.poll()
@@ -283,6 +322,7 @@ class _Streams:
 
     def _on_commit(self, segment: Segment, committed: Committed) -> None:
         there = committed.record
+        self._latest[segment.stream] = there
         self._tally.count(committed)
         self._committed.set()
         mine = (segment.start, segment.stop, segment.last_of_epoch)

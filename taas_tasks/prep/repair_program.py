@@ -1,10 +1,11 @@
 """Preparing one committed segment again, on the host that lacks it: ``python -m taas_tasks.prep.repair_program INPUT``.
 
-The feeder starts it when a segment's object, or its ledger record, is gone or wrong. The segment's owner prepares its
-share again in this process, seen against a store in which this one segment is not committed yet: so the elements are
-made by the very code that made them first, whatever kind of loader it is, and what is committed besides is passed over.
-What the owner would write for the segment is caught. A record that is there is kept, as hosts have read it: what is
-made must have its checksums, and takes the place of its object. Without a record it is committed as usual.
+The feeder starts it when a segment's object, or its ledger record, is gone or wrong; so does a machine that waits for a
+record of another's. The segment's owner prepares its share (of streams: the segment's own) again in this process, seen
+against a store in which this one segment is not committed yet: so the elements are made by the very code that made them
+first, whatever kind of loader it is, and what is committed besides is passed over. What the owner would write for the
+segment is caught. A record that is there is kept, as hosts have read it: what is made must have its checksums, and
+takes the place of its object. Without a record it is committed as usual.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def _made_again(given: RepairInput, plan: Plan, store: ObjectStore, folder: Path
         view.told[given.plan] = plan.model_copy(update={"loaders": {given.loader: cut}}).to_bytes()
     share = PrepareInput.model_validate({**given.model_dump(), "machine": machine})
     with contextlib.suppress(_Caught):
-        prepare_share(share, cast(ObjectStore, view), folder)
+        prepare_share(share, cast(ObjectStore, view), folder, only_stream=given.stream)
     if view.made is None:
         raise PrepareError(
             f"loader {given.loader!r} has no segment {given.n} of epoch {given.epoch} any more: it yields less than it"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -75,6 +77,9 @@ class _Reading:
         self._abort = Abort(store, producer.run, clock=time.monotonic)
         self._there = committed_segments(store, RunKeys(producer.run), plan.loader)
         self._awaited = (0, 0)
+        # an epoch's start forks loader workers, or may: an __iter__ of the user's can do anything
+        self._forks = loader.num_workers > 0 or type(loader).__iter__ is not DataLoader.__iter__
+        self._pipeline: Pipeline | None = None
         self._tally = Tally()
 
     def prepare(self) -> Tally:
@@ -84,10 +89,10 @@ class _Reading:
         try:
             with Pipeline(
                 self._store, self._producer, allow_pickle=self._allow_pickle, on_commit=self._on_commit
-            ) as pipeline:
-                self._submit(first, pipeline)
+            ) as self._pipeline:
+                self._submit(first, self._pipeline)
                 for loaded in segments:
-                    self._submit(loaded, pipeline)
+                    self._submit(loaded, self._pipeline)
         except RuntimeError as error:
             if is_worker_death(error):
                 raise self._raised(error) from None
@@ -169,7 +174,7 @@ class _Reading:
         self._awaited = (epoch, 0)
         try:
             set_epoch(self._loader, epoch)
-            for element in self._loader:
+            for element in self._begun():
                 self._abort.check()
                 yield owned(element, always=always)
                 self._awaited = (epoch, self._awaited[1] + 1)
@@ -179,3 +184,13 @@ class _Reading:
             raise
         except Exception as error:  # noqa: BLE001 (user code may raise anything)
             raise self._raised(error) from None
+
+    def _begun(self) -> Iterator[Any]:
+        """Return an iteration whose first element is loaded: behind it no loader worker is forked any more.
+
+        The pipeline's threads rest meanwhile, so that none holds a lock which a forked process would inherit.
+        """
+        with self._pipeline.idle() if self._forks and self._pipeline is not None else nullcontext():
+            elements = iter(self._loader)
+            first = list(islice(elements, 1))
+        return chain(first, elements)

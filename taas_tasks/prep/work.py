@@ -44,11 +44,13 @@ def segment_at(plan: LoaderPlan, epochs: Epochs, segment: SegmentId) -> Segment:
 @dataclass(frozen=True)
 class Pace:
     """How patient a machine is. ``refresh_s``: how old its view of the ledger may be; ``patience_s``: how long a
-    segment of another machine may stay missing, without that machine committing anything, before it is redone."""
+    segment of another machine may stay missing, without that machine committing anything, before it is redone.
+    ``lost_s``: how long nothing may come for a machine that waits before it looks whether records are lost."""
 
     refresh_s: float = 2.0
     patience_s: float = 5.0
     poll_s: float = 0.5
+    lost_s: float = 30.0
 
 
 class Work:

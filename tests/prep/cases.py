@@ -27,6 +27,7 @@ from taas_tasks.layout import RunKeys, run_key
 from taas_tasks.plan import make_plan
 from taas_tasks.prep.commit import Producer
 from taas_tasks.prep.inspect_loader import find_order, versions
+from taas_tasks.prep.lost_records import MakeAgain
 from taas_tasks.prep.prepare_program import order_of
 from taas_tasks.prep.produce import Tally, produce
 from taas_tasks.prep.produce_streams import produce_streams
@@ -282,6 +283,7 @@ def prepare(
     generation: int = 1,
     pace: Pace = FAST,
     allow_pickle: bool = False,
+    make_again: MakeAgain | None = None,
 ) -> Tally:
     """Prepare one machine's share in this process, as the program does."""
     loader, loader_plan = make(), plan.loaders["data"]
@@ -299,7 +301,14 @@ def prepare(
     if loader_plan.is_merged:
         starts = starts_of(loader, loader_plan, store=store, run=RUN, seed=plan.seed)
         return produce_streams(
-            loader, starts, loader_plan, producer=who, store=store, allow_pickle=allow_pickle, pace=pace
+            loader,
+            starts,
+            loader_plan,
+            producer=who,
+            store=store,
+            allow_pickle=allow_pickle,
+            pace=pace,
+            make_again=make_again,
         )
     order = order_of(loader, loader_plan, store=store, run=RUN, seed=plan.seed)
     return produce(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,3 +213,39 @@ class LateStore(MemoryStore):
         record = oracle.ShardRecord.model_validate_json(self._others.get(key))
         self._objects[key] = (record.model_copy(update={"key": "elsewhere"}).to_bytes(), 0.0)
         return super().put_if_absent(key, data)
+
+
+class BusyStore(MemoryStore):
+    """Takes its time to write a segment, and tells when it does."""
+
+    is_writing = False
+
+    def put(self, key: str, data: Any) -> None:
+        self.is_writing = True
+        time.sleep(0.1)
+        super().put(key, data)
+        self.is_writing = False
+
+
+class OwnIteration(DataLoader[Any]):
+    """Has an ``__iter__`` of its own, so it is read by one process; its loader workers are torch's."""
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_loader_workers_of_later_epochs_are_forked_while_nothing_is_written(tmp_path: Path) -> None:
+    store, told = BusyStore(), tmp_path / "told"
+
+    def note(_: int) -> None:  # in the loader worker: the store is as it was when the process was forked
+        with told.open("a") as file:
+            file.write(f"{store.is_writing} ")
+
+    def make() -> DataLoader[Any]:
+        return OwnIteration(cases.Squares(4), num_workers=1, worker_init_fn=note)
+
+    plan = cases.plan_of(store, make, units=16, seed=3)
+    told.unlink(missing_ok=True)
+    cases.prepare(store, make, plan)
+    assert told.read_text().split() == ["False"] * 4
+    assert_local(store, make, units=16)
