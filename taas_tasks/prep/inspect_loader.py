@@ -79,6 +79,7 @@ def inspect_loader(
     shard = _encode(sample.elements, producer, allow_pickle)
     warnings = _length_warnings(found, claimed, units) + _pickle_warnings(shard)
     warnings += _sequence_warnings(loader, randomness) if found.read_by == "process" else []
+    warnings += _generator_warnings(loader) if found.read_by == "workers" and found.kind != "sequential" else []
     warnings += sample.compare(shard, producer, randomness)
     probed = Probed(is_shared=True, has_position=False, warnings=[])
     if found.read_by == "workers" and found.order is None:
@@ -197,6 +198,20 @@ def _sequence_warnings(loader: DataLoader[Any], randomness: str) -> list[str]:
     if randomness == "exact":
         warnings.append('randomness "exact" is read in sequence by one machine; a retry reads again from the start')
     return warnings
+
+
+def _generator_warnings(loader: DataLoader[Any]) -> list[str]:
+    """Warn of a dataset that draws from a generator of the loader's, which loader workers elsewhere have as it was."""
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    drawn_from = [getattr(one, "generator", None) for one in (loader, *samplers)]
+    held = [value for value in vars(loader.dataset).values() if isinstance(value, torch.Generator)]
+    if not any(one is other for one in held for other in drawn_from):
+        return []
+    return [
+        "its dataset holds the generator that its loader or sampler draws from: its loader workers draw other numbers"
+        ' from it than in one process, in spite of randomness "exact"; give the dataset a generator of its own, or use'
+        " num_workers=0"
+    ]
 
 
 # --- elements -------------------------------------------------------------------------------------------------------

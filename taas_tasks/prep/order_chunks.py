@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -25,9 +26,17 @@ from taas_tasks.prep.order import index_sampler
 from taas_tasks.prep.seeding import seed_start
 from taas_tasks.store.base import ObjectStore
 
+_log = logging.getLogger(__name__)
 _CHUNK_INDICES = 1 << 20
 _MAX_CHUNK_ELEMENTS = 1 << 16
 _KEPT_CHUNKS = 4
+
+
+class TakesChunks(Protocol):
+    """Where the chunks of an order go: a store."""
+
+    def put(self, key: str, data: bytes, /) -> None:
+        """Write an object."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class WrittenOrder:
 
 
 def write_order(
-    loader: DataLoader[Any], *, name: str, seed: int, units: int, store: ObjectStore, keys: RunKeys
+    loader: DataLoader[Any], *, name: str, seed: int, units: int, store: TakesChunks, keys: RunKeys
 ) -> WrittenOrder:
     """Run the loader's sampler for ``units`` elements, epoch after epoch as in one process, and write its rows.
 
@@ -72,6 +81,42 @@ def write_order(
             )
         lengths.append(length)
     return WrittenOrder(lengths, chunk_elements, base_seeds)
+
+
+def write_lost_chunks(
+    loader: DataLoader[Any], *, name: str, seed: int, units: int, store: ObjectStore, keys: RunKeys
+) -> None:
+    """Write again what is gone of an order; like ``write_order`` it seeds this process and uses the loader up.
+
+    Raises:
+        LoaderError: What is still there of the order is not what the sampler gives now.
+    """
+    _log.warning("chunks of the order of loader %r are gone; its sampler is run again", name)
+    missing = _MissingOnly(store, name)
+    write_order(loader, name=name, seed=seed, units=units, store=missing, keys=keys)
+    for key, data in missing.found.items():
+        store.put(key, data)
+
+
+class _MissingOnly:
+    """Takes what ``write_order`` puts: keeps the chunks that are gone, and compares the others."""
+
+    def __init__(self, store: ObjectStore, name: str) -> None:
+        self._store, self._name = store, name
+        self.found: dict[str, bytes] = {}
+
+    def put(self, key: str, data: bytes, /) -> None:
+        try:
+            there = self._store.get(key)
+        except ObjectMissing:
+            self.found[key] = data
+            return
+        if there != data:
+            raise LoaderError(
+                f"loader {self._name!r}: a part of the order that its sampler gave is gone, and run again it gives"
+                f" another one (in {key}): it draws from something besides python's, numpy's and torch's generators."
+                " Start the run anew"
+            )
 
 
 def _chunks(rows: Iterator[Any], *, limit: int, size: int) -> Iterator[list[Any]]:
@@ -193,9 +238,21 @@ def _untagged(key: Any) -> Any:
 
 
 class ChunkOrder:
-    """The order that ``write_order`` wrote; keeps the few chunks read last."""
+    """The order that ``write_order`` wrote; keeps the few chunks read last.
 
-    def __init__(self, store: ObjectStore, keys: RunKeys, *, name: str, chunk_elements: int) -> None:
+    ``write_again`` puts chunks that are gone; it is called once, as an epoch's end looks the same.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: RunKeys,
+        *,
+        name: str,
+        chunk_elements: int,
+        write_again: Callable[[], None] | None = None,
+    ) -> None:
+        self._write_again = write_again
         self._store = store
         self._keys = keys
         self._name = name
@@ -216,11 +273,20 @@ class ChunkOrder:
 
     def _chunk(self, epoch: int, number: int) -> list[Any]:
         if (epoch, number) not in self._kept:
-            try:
-                data = self._store.get(self._keys.order_chunk(self._name, epoch, number))
-            except ObjectMissing:
+            data = self._get(self._keys.order_chunk(self._name, epoch, number))
+            if data is None:
                 return []
             self._kept[epoch, number] = _decode(data)
             while len(self._kept) > _KEPT_CHUNKS:
                 del self._kept[next(iter(self._kept))]
         return self._kept[epoch, number]
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self._store.get(key)
+        except ObjectMissing:
+            if self._write_again is None:
+                return None
+        again, self._write_again = self._write_again, None
+        again()
+        return self._get(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from taas_tasks.prep.commit import Producer
 from taas_tasks.prep.lost_records import LostRecord, MakeAgain, prepare_again
 from taas_tasks.prep.opening import open_loader
 from taas_tasks.prep.order import Order, RecipeOrder
-from taas_tasks.prep.order_chunks import ChunkOrder
+from taas_tasks.prep.order_chunks import ChunkOrder, write_lost_chunks
 from taas_tasks.prep.produce import Abort, produce
 from taas_tasks.prep.produce_streams import produce_streams
 from taas_tasks.prep.program import leave, run_program
@@ -55,6 +56,17 @@ def prepare_share(
     producer = Producer(given.run, given.loader, given.machine, given.host, given.generation)
     materialise(store, given.project, given.snapshot, folder)
     loader = open_loader(loader_plan, folder, store)
+
+    def write_order_again() -> None:
+        write_lost_chunks(
+            open_loader(loader_plan, folder, store),
+            name=given.loader,
+            seed=plan.seed,
+            units=loader_plan.units,
+            store=store,
+            keys=RunKeys(given.run),
+        )
+
     if loader.num_workers > 0:
         torch.set_num_threads(1)  # this process only copies: torch's threads would spin beside the loader workers
     if loader_plan.inspection.read_by == "process":
@@ -70,7 +82,7 @@ def prepare_share(
     if loader_plan.is_merged:
         return produce_streams(
             loader,
-            starts_of(loader, loader_plan, store=store, run=given.run, seed=plan.seed),
+            starts_of(loader, loader_plan, store=store, run=given.run, seed=plan.seed, write_again=write_order_again),
             loader_plan,
             producer=producer,
             store=store,
@@ -81,7 +93,7 @@ def prepare_share(
         ).to_dict()
     return produce(
         loader,
-        order_of(loader, loader_plan, store=store, run=given.run, seed=plan.seed),
+        order_of(loader, loader_plan, store=store, run=given.run, seed=plan.seed, write_again=write_order_again),
         loader_plan,
         producer=producer,
         store=store,
@@ -91,12 +103,20 @@ def prepare_share(
     ).to_dict()
 
 
-def order_of(loader: DataLoader[Any], plan: LoaderPlan, *, store: ObjectStore, run: str, seed: int) -> Order:
+def order_of(
+    loader: DataLoader[Any],
+    plan: LoaderPlan,
+    *,
+    store: ObjectStore,
+    run: str,
+    seed: int,
+    write_again: Callable[[], None] | None = None,
+) -> Order:
     """Return the order of a random-access loader: its recipe, or what the inspection wrote."""
     if plan.inspection.order == "recipe":
         return RecipeOrder(loader, seed=seed)
     chunk_elements = plan.inspection.order_chunk_elements
-    return ChunkOrder(store, RunKeys(run), name=plan.loader, chunk_elements=chunk_elements)
+    return ChunkOrder(store, RunKeys(run), name=plan.loader, chunk_elements=chunk_elements, write_again=write_again)
 
 
 def main(argv: list[str]) -> int:

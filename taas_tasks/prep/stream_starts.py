@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,15 @@ class Starts(Protocol):
         """Return what the sampler yields for an element of an epoch."""
 
 
-def starts_of(loader: DataLoader[Any], plan: LoaderPlan, *, store: ObjectStore, run: str, seed: int) -> Starts:
+def starts_of(
+    loader: DataLoader[Any],
+    plan: LoaderPlan,
+    *,
+    store: ObjectStore,
+    run: str,
+    seed: int,
+    write_again: Callable[[], None] | None = None,
+) -> Starts:
     """Return the starts of a loader whose workers are its streams. Seeds this process's generators for an iterable."""
     inspection = plan.inspection
     if inspection.order == "sequential":
@@ -36,7 +44,13 @@ def starts_of(loader: DataLoader[Any], plan: LoaderPlan, *, store: ObjectStore, 
     if inspection.order == "recipe":
         order = RecipeOrder(loader, seed=seed)
         return MapStarts(loader, order, name=plan.loader, recipe=order)
-    chunks = ChunkOrder(store, RunKeys(run), name=plan.loader, chunk_elements=inspection.order_chunk_elements)
+    chunks = ChunkOrder(
+        store,
+        RunKeys(run),
+        name=plan.loader,
+        chunk_elements=inspection.order_chunk_elements,
+        write_again=write_again,
+    )
     return MapStarts(loader, chunks, name=plan.loader, base_seeds=inspection.base_seeds)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler
 
+from taas.errors import LoaderError
 from taas_tasks.layout import RunKeys
 from taas_tasks.prep.order import RecipeOrder, is_recipe
-from taas_tasks.prep.order_chunks import ChunkOrder, write_order
+from taas_tasks.prep.order_chunks import ChunkOrder, write_lost_chunks, write_order
 from taas_tasks.store.memory import MemoryStore
 from tests.prep import cases
 
@@ -296,3 +298,49 @@ def test_loader_workers_get_the_base_seeds_that_torch_draws(kind: str, persisten
     else:
         found = write_order(make(), name="data", seed=5, units=units, store=MemoryStore(), keys=RunKeys("r"))
         assert found.base_seeds == wanted[: 1 if persistent else 3]
+
+
+class SystemsOrder(cases.OddFirst):
+    """Draws from what no seed reaches."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.SystemRandom().sample(range(self.size), self.size))
+
+
+def _in_small_batches(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(cases.Squares(40), batch_size=2, sampler=sampler)
+
+
+def lose_a_chunk(make: Callable[[], DataLoader[Any]]) -> tuple[MemoryStore, ChunkOrder, str]:
+    """Write the order of three epochs, lose that of the second one; return it as it is read again."""
+    store, keys = MemoryStore(), RunKeys("r")
+    more: dict[str, Any] = {"name": "data", "seed": 3, "units": 60, "keys": keys}
+    found = write_order(make(), store=store, **more)
+    lost = keys.order_chunk("data", 1, 0)
+    order = ChunkOrder(
+        store,
+        keys,
+        name="data",
+        chunk_elements=found.chunk_elements,
+        write_again=lambda: write_lost_chunks(make(), store=store, **more),
+    )
+    return store, order, lost
+
+
+def test_a_chunk_that_is_lost_is_written_again_as_it_was() -> None:
+    store, order, lost = lose_a_chunk(lambda: _in_small_batches(cases.OddFirst(40)))
+    before = {info.key: store.get(info.key) for info in store.list("")}
+    store.delete(lost)
+    torch.rand(5)  # this process has drawn since
+    assert len(order.rows(1, 0, 20)) == 20
+    assert {info.key: store.get(info.key) for info in store.list("")} == before
+
+
+def test_an_order_that_cannot_be_drawn_again_is_an_error_and_nothing_is_written() -> None:
+    store, order, lost = lose_a_chunk(lambda: _in_small_batches(SystemsOrder(40)))
+    store.delete(lost)
+    with pytest.raises(
+        LoaderError, match=r"'data': a part of the order .* is gone, and run again it gives another one"
+    ):
+        order.rows(1, 0, 20)
+    assert store.head(lost) is None
