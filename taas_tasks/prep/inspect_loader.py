@@ -204,7 +204,8 @@ def _generator_warnings(loader: DataLoader[Any]) -> list[str]:
     """Warn of a dataset that draws from a generator of the loader's, which loader workers elsewhere have as it was."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     drawn_from = [getattr(one, "generator", None) for one in (loader, *samplers)]
-    held = [value for value in vars(loader.dataset).values() if isinstance(value, torch.Generator)]
+    attributes = getattr(loader.dataset, "__dict__", {})  # a list may be a dataset
+    held = [value for value in attributes.values() if isinstance(value, torch.Generator)]
     if not any(one is other for one in held for other in drawn_from):
         return []
     return [

@@ -14,7 +14,7 @@ from taas.errors import ElementError, LoaderError
 from taas_tasks.prep.inspect_loader import inspect_loader
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import Inspection
-from tests.prep import cases, stream_cases
+from tests.prep import cases, oracle, stream_cases
 
 
 def inspected(make: Callable[[], DataLoader[Any]], *, units: int = 50, store: Any = None, **more: Any) -> Inspection:
@@ -249,3 +249,48 @@ def test_a_loader_without_workers_need_not_work_in_them() -> None:
     assert warning.startswith("loading the same elements in a second process failed")
     with pytest.raises(LoaderError, match="only here"):
         inspected(lambda: DataLoader(BrokenInWorker(5), num_workers=1))
+
+
+class DrawsFrom(cases.Squares):
+    """Draws from a generator that it is given."""
+
+    def __init__(self, size: int, generator: torch.Generator) -> None:
+        super().__init__(size)
+        self.generator = generator
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1, generator=self.generator)
+
+
+def _with_generators(*, num_workers: int, is_shared: bool) -> DataLoader[Any]:
+    one = cases.generator(1)
+    dataset = DrawsFrom(12, one if is_shared else cases.generator(2))
+    return DataLoader(dataset, shuffle=True, generator=one, num_workers=num_workers)
+
+
+def _is_bitwise_local(make: Callable[[], DataLoader[Any]]) -> bool:
+    store = MemoryStore()
+    cases.prepare(store, make, cases.plan_of(store, make, units=12, randomness="exact"))
+    stream = oracle.committed_stream(store, cases.RUN, "data").stream
+    local = oracle.local_stream(make(), seed=0, units=12)
+    return all(oracle.equal(mine.element, theirs.element) for mine, theirs in zip(stream, local, strict=True))
+
+
+@pytest.mark.parametrize(("num_workers", "is_shared"), [(2, True), (2, False), (0, True), (0, False)])
+def test_a_generator_that_loader_and_dataset_share_is_warned_of_where_it_is_not_exact(
+    num_workers: int, is_shared: bool
+) -> None:
+    def make() -> DataLoader[Any]:
+        return _with_generators(num_workers=num_workers, is_shared=is_shared)
+
+    found = inspected(make, units=12, randomness="exact")
+    is_warned = any(
+        "its dataset holds the generator that its loader or sampler draws from" in w for w in found.warnings
+    )
+    assert is_warned == (num_workers > 0 and is_shared)
+    assert _is_bitwise_local(make) == (not is_warned)
+
+
+def test_a_list_is_a_dataset_too() -> None:
+    listed: Any = list(range(12))
+    assert inspected(lambda: DataLoader(listed, num_workers=1), units=12, randomness="exact").num_streams == 1
