@@ -216,3 +216,49 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+class Counting:
+    """As a delivered loader: its state says what the loop took."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.taken < 2500:
+            self.taken += 1
+            yield self.taken - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+def test_the_script_of_the_documentation_goes_on_at_the_element_behind_its_checkpoint(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "exactness.md").read_text()
+    (script,) = [part.split("```")[0] for part in text.split("```python\n")[1:] if "taas.checkpoint.latest()" in part]
+    tries: list[list[int]] = []
+    for fails_at in (2200, None):
+        run = FakeRun()
+        run.project_dir, run.world_size = tmp_path, 1
+        run.loaders["data_loader"] = Counting()  # type: ignore[assignment]
+        context.install(run)
+        seen: list[int] = []
+        tries.append(seen)
+
+        def train(element: int, *, seen: list[int] = seen, fails_at: int | None = fails_at) -> None:
+            if element == fails_at:
+                raise RuntimeError("the rank fails")
+            seen.append(element)
+
+        names = {"taas": taas, "model": torch.nn.Linear(1, 1), "train": train}
+        if fails_at is None:
+            exec(script, names)
+        else:
+            with pytest.raises(RuntimeError, match="the rank fails"):
+                exec(script, names)
+        context.uninstall()
+    assert tries == [list(range(2200)), list(range(2000, 2500))]
+    assert names["step"] == 2500
