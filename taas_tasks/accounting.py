@@ -185,7 +185,8 @@ def account_loader(
         passes: what its ranks read, of all ranks.
         world_size: the ranks of the training.
         remainder: the request's rule for an epoch that the ranks do not divide.
-        delivered: distinct elements that the hosts' feeders brought.
+        delivered: elements that the hosts' feeders brought, distinct on each host. What two hosts needed a part of
+            counts twice, so it is no term of the books.
 
     Returns:
         The account; ``explained`` is false when units are missing, or elements are unread and nothing says why.
@@ -209,6 +210,11 @@ def account_loader(
         if count.unread and not count.reasons
     ]
     notes = [reason for count in counts for reason in count.reasons]
+    if delivered > extracted:
+        notes.append(
+            f"at least {delivered - extracted} elements were brought to more than one host: lanes that hosts share, as"
+            " where loader workers end early"
+        )
     if any(one.replay for one in passes):
         notes.append("training made more passes than there are prepared epochs; they were replayed in order")
     return LoaderAccount(

@@ -273,3 +273,18 @@ def test_a_cut_last_epoch_of_streams_is_whole_once_the_units_are_there():
 @pytest.mark.parametrize(("remainder", "steps"), [("pad", 3), ("drop", 2)])
 def test_expected_steps_follow_the_remainder(remainder, steps):
     assert expected_steps(10, offset=0, world_size=4, remainder=remainder) == steps
+
+
+def test_elements_that_came_to_two_hosts_are_told_and_the_books_close():
+    plan = merged_plan(7, 3)
+    there = [
+        stream_record(0, 0, 0, start=0, stop=3),
+        stream_record(0, 1, 0, start=0, stop=2),
+        stream_record(0, 2, 0, start=0, stop=2),
+    ]
+    passes = [rank_pass(rank, 0, 0, 4) for rank in range(2)]
+    account = account_loader(plan, records=there, passes=passes, world_size=2, remainder="pad", delivered=10)
+    assert account.explained
+    assert account.consumed == account.committed - account.dropped - account.unread + account.padded + account.replayed
+    (note,) = account.notes
+    assert note.startswith("at least 3 elements were brought to more than one host")
