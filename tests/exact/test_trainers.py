@@ -11,6 +11,7 @@ import torch
 
 from taas_tasks.delivery.counters import read_passes
 from taas_tasks.store import open_store
+from taas_tasks.store.memory import MemoryStore
 from tests.delivery.processes import PREAMBLE, feeder_process, said, start_ranks, stopped_at_the_end
 from tests.delivery.support import Prepared, feeding, ids, launch_plan, rule
 from tests.support.s3_server import S3Server
@@ -104,3 +105,24 @@ def test_lightning_replays_beyond_the_units_and_resumes_with_other_ranks_at_the_
         trainer.fit(model, host.loader(0), ckpt_path=tmp_path / "step=13.ckpt")
     whole = [(epoch, index) for epoch in range(3) for index in range([20, 20, 10][epoch])]
     assert model.seen == whole[26:]
+
+
+def test_lightning_that_reloads_each_epoch_cuts_a_replay_behind_a_partial_epoch_and_begins_it_anew(
+    tmp_path: Path,
+) -> None:
+    store = MemoryStore()
+    prepared = Prepared(store, units=50, length=20).commit_all()
+    model = Model()
+    with feeding(store, launch_plan(prepared, nproc=1), tmp_path) as host:
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(
+            max_epochs=5,
+            accelerator="cpu",
+            devices=1,
+            enable_checkpointing=False,
+            reload_dataloaders_every_n_epochs=1,
+            **quiet,
+        )
+        trainer.fit(model, host.loader(0))
+    passes = [(0, 20), (1, 20), (2, 10), (0, 10), (0, 20)]
+    assert model.seen == [(epoch, index) for epoch, length in passes for index in range(length)]
