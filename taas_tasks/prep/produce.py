@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -147,15 +148,16 @@ class _Share:
         first = next(segments, None)
         if first is None:
             return
-        tasks = self._tasks(first, segments, begun)
-        elements = self._elements(tasks)
-        # the iterator forks the loader workers when it is first asked, which is before the pipeline starts its threads
-        ahead = next(elements)
         try:
-            with self._pipeline() as pipeline:
-                for loaded in _gathered(ahead, elements, begun):
-                    self._work.note_seconds(loaded.load_s)
-                    pipeline.submit(loaded)
+            # closed, so that an error leaves no loader workers: when the garbage collector finds torch's iterator,
+            # their queues have ended already, and it waits 5 s for each in vain
+            with closing(self._elements(self._tasks(first, segments, begun))) as elements:
+                # its first element forks the loader workers, which is before the pipeline starts its threads
+                ahead = next(elements)
+                with self._pipeline() as pipeline:
+                    for loaded in _gathered(ahead, elements, begun):
+                        self._work.note_seconds(loaded.load_s)
+                        pipeline.submit(loaded)
         except RuntimeError as error:
             if is_worker_death(error):
                 raise self._raised(error) from None
@@ -196,7 +198,7 @@ class _Share:
         for index in segment.padding:
             yield Task(epoch, index, self._order.rows(epoch, index, index + 1)[0])
 
-    def _elements(self, tasks: Iterator[Task]) -> Iterator[Any]:
+    def _elements(self, tasks: Iterator[Task]) -> Generator[Any, None, None]:
         """Yield the elements of tasks; says of an exception which element it was."""
         self._awaited.clear()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -83,21 +83,22 @@ class _Reading:
         self._tally = Tally()
 
     def prepare(self) -> Tally:
-        segments = self._segments()
-        # the first epoch's loader workers are forked here, before the pipeline starts its threads
-        first = next(segments)
         try:
-            with Pipeline(
-                self._store, self._producer, allow_pickle=self._allow_pickle, on_commit=self._on_commit
-            ) as self._pipeline:
-                self._submit(first, self._pipeline)
-                for loaded in segments:
-                    self._submit(loaded, self._pipeline)
+            with closing(self._segments()) as segments:  # an error leaves no loader workers
+                # the first epoch's loader workers are forked here, before the pipeline starts its threads
+                first = next(segments)
+                with self._new_pipeline() as self._pipeline:
+                    self._submit(first, self._pipeline)
+                    for loaded in segments:
+                        self._submit(loaded, self._pipeline)
         except RuntimeError as error:
             if is_worker_death(error):
                 raise self._raised(error) from None
             raise
         return self._tally
+
+    def _new_pipeline(self) -> Pipeline:
+        return Pipeline(self._store, self._producer, allow_pickle=self._allow_pickle, on_commit=self._on_commit)
 
     def _raised(self, error: Exception) -> LoaderError:
         epoch, index = self._awaited
@@ -120,7 +121,7 @@ class _Reading:
                 )
             self._tally.notes.append(f"loader {self._plan.loader!r} is not deterministic: {note}")
 
-    def _segments(self) -> Iterator[LoadedSegment]:
+    def _segments(self) -> Generator[LoadedSegment, None, None]:
         seed_start(self._seed)
         units = epoch = 0
         while units < self._plan.units:

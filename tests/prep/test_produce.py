@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -295,6 +296,39 @@ def test_a_worker_init_fn_that_raises_is_a_readable_error() -> None:
     _, caught = failing(cases.Squares(60), 2, worker_init_fn=refuse)
     assert "no licence for a worker" in caught.value.message
     assert "loader 'data'" in caught.value.message
+
+
+class OwnIter(DataLoader[Any]):
+    """Read in sequence: it has an ``__iter__`` of its own."""
+
+    def __iter__(self) -> Any:
+        return (element for element in super().__iter__())
+
+
+class Full(MemoryStore):
+    """A store that takes nothing any more once it is full."""
+
+    is_full = False
+
+    def put(self, key: str, data: Any) -> None:
+        if self.is_full:
+            raise StoreUnavailable("the store is full")
+        super().put(key, data)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, OwnIter])
+def test_an_error_leaves_no_loader_worker_behind(kind: type[DataLoader[Any]]) -> None:
+    store = Full()
+
+    def make() -> DataLoader[Any]:
+        return kind(cases.Squares(60), batch_size=2, num_workers=2)
+
+    plan = cases.plan_of(store, make, units=30, sizes={"first": 1, "largest": 1})
+    store.is_full = True
+    before = set(multiprocessing.active_children())
+    with pytest.raises(StoreUnavailable) as caught:
+        cases.prepare(store, make, plan)
+    assert set(multiprocessing.active_children()) <= before, caught.value  # which holds the frames of its traceback
 
 
 def test_a_dataset_that_is_shorter_than_inspected_is_an_error() -> None:
