@@ -100,12 +100,12 @@ def test_first_helpers_of_one_machines_segments_are_spread_over_the_others() -> 
 
 
 def test_20_million_units_on_8_machines_cost_milliseconds() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     made = planned(units=20_480_000, cpus=8, of={"epoch_length": 20_480_000})
     loader = made.loaders["data"]
     total = plan.total_segments(loader)
     assert plan.segment_of(loader.sizes, 20_479_999) == total - 1
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert total <= 60_000
 
 

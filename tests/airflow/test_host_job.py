@@ -158,7 +158,7 @@ def test_one_failed_node_ends_the_others(hosts, store):
     started = time.monotonic()
     gang.start(placement, shell("exit 3", "sleep 60"))
     look = until_over(gang, placement)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 50  # not the 60 s of the other
     states = [state for state in look.states if state is not None]
     assert [state.ended_by for state in states] == ["exit", "cancel"]
     assert [pids(hosts, job) for job in placement.jobs] == [[], []]

@@ -209,7 +209,7 @@ def test_peer_of_a_failed_job_is_ended(hosts):
     _, placement = started(hosts, "exit 3", "sleep 60", num_hosts=2, flavor="g2.8")
     began = time.monotonic()
     event = asyncio.run(first_event(follow(Airflow(hosts), placement)))
-    assert event["status"] == "ended" and time.monotonic() - began < 15
+    assert event["status"] == "ended" and time.monotonic() - began < 50  # not 60 s
     assert pids(hosts, placement.jobs[1]) == []
 
 
@@ -222,7 +222,7 @@ async def kill(trigger):
 def test_on_kill_ends_the_jobs_of_a_task_that_a_user_ended(hosts, state):
     _, placement = started(hosts, "sleep 60")
     asyncio.run(kill(follow(Airflow(hosts, state=state), placement)))
-    give_up = time.monotonic() + 15
+    give_up = time.monotonic() + 50
     while pids(hosts, placement.jobs[0]) and time.monotonic() < give_up:
         time.sleep(0.05)
     assert pids(hosts, placement.jobs[0]) == []

@@ -13,7 +13,7 @@ from taas_tasks.compute.processes import job_processes, read_json, read_process
 from taas_tasks.compute.transport import Transport
 
 
-def until(condition: Callable[[], Any], *, wait_s: float = 15) -> Any:
+def until(condition: Callable[[], Any], *, wait_s: float = 60) -> Any:
     """Return the condition's first true value."""
     give_up = time.monotonic() + wait_s
     while True:
@@ -44,7 +44,7 @@ class EmulatedHost:
     def state(self, job_id: str = "job") -> JobState:
         return jobs.state(self.transport, job_id)
 
-    def ended(self, job_id: str = "job", *, wait_s: float = 15) -> JobState:
+    def ended(self, job_id: str = "job", *, wait_s: float = 60) -> JobState:
         """Wait for the job's end."""
         until(lambda: self.state(job_id).phase == "ended", wait_s=wait_s)
         return self.state(job_id)
@@ -67,7 +67,7 @@ class EmulatedHost:
         """Leave no process."""
         if (self.root / "jobs").exists():
             for folder in (self.root / "jobs").iterdir():
-                jobs.stop(self.transport, folder.name, wait_s=5)
+                jobs.stop(self.transport, folder.name, wait_s=30)
 
 
 def is_alive(pid: int) -> bool:

@@ -9,11 +9,7 @@ import pytest
 from tests.exact.harness import Scenario, check
 from tests.exact.loaders import ITERABLE, KINDS, MAP, PROMISED_KINDS
 
-# torch says so when it makes the first of them
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more loader workers than cores
-]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more loader workers than cores
 
 
 def test_every_kind_that_is_promised_has_a_case() -> None:

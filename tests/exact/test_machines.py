@@ -26,11 +26,7 @@ from tests.exact.harness import NAME, RUN, RUN_ID, Scenario
 from tests.exact.machines import Machines, running_machines
 from tests.support.s3_server import S3Server
 
-pytestmark = [
-    pytest.mark.store,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state"),
-]
+pytestmark = [pytest.mark.store, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 KEYS = RunKeys(RUN)
 FILE = "exact_data.py"
 DATA = """

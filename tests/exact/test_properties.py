@@ -21,11 +21,9 @@ from tests.exact import harness
 from tests.exact.harness import Scenario
 from tests.exact.loaders import KINDS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 NUM_CASES = int(os.environ.get("TAAS_EXACT_CASES", "25"))
+TIMEOUT_S = 300 + 30 * NUM_CASES
 PROFILE = settings(
     deadline=None,
     max_examples=NUM_CASES,
@@ -90,18 +88,20 @@ def run(scenario: Scenario, *, meanwhile: bool) -> None:
         reading = threading.Thread(target=read)
         reading.start()
         harness.prepare(store, scenario, plan)
-        reading.join(60)
+        reading.join(180)
         assert not reading.is_alive()
         if failed:
             raise failed[0]
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 @PROFILE
 @given(scenario=scenarios())
 def test_what_ranks_receive_is_what_torch_yields_in_one_process(scenario: Scenario) -> None:
     run(scenario, meanwhile=False)
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 @settings(PROFILE, max_examples=max(1, NUM_CASES // 4))
 @given(scenario=scenarios(has_workers=False))
 def test_ranks_that_read_while_machines_prepare_receive_the_same(scenario: Scenario) -> None:

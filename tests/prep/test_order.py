@@ -112,11 +112,11 @@ def test_one_large_draw_with_replacement_is_torchs_many_draws_of_32() -> None:
 
 def test_the_order_of_20_million_batches_costs_nothing_until_it_is_asked_for() -> None:
     loader = DataLoader(range(20_480_000 * 64), batch_size=64)
-    began = time.perf_counter()
+    began = time.process_time()
     order = RecipeOrder(loader, seed=0)
     assert order.epoch_length == 20_480_000
     assert order.rows(0, 20_479_999, 20_480_000)[0][-1] == 20_480_000 * 64 - 1
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 # --- samplers of the user's -----------------------------------------------------------------------------------------

@@ -146,7 +146,6 @@ def test_an_element_survives_saving_and_pickling() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(element))["x"], torch.arange(5))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state")
 @pytest.mark.parametrize("name", ["format-1.arrow", "format-1-stream.arrow"])
 def test_the_golden_shards_of_format_1_read_as_they_were_written(name: str) -> None:
     elements = dict(make.segments()[name])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from taas_tasks.shards.reader import read_lane, read_schema
 from taas_tasks.shards.writer import encode_segment
 from tests.prep.oracle import equal
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse ... tensor support is in beta state")
 LAYOUTS = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 
 
