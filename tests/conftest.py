@@ -1,8 +1,10 @@
-"""Fixtures that all tests share: object stores."""
+"""Fixtures that all tests share: object stores, a disk that is soon full."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,3 +34,17 @@ def s3_store(s3_server: S3Server) -> ObjectStore:
 @pytest.fixture
 def memory_store() -> MemoryStore:
     return MemoryStore()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "taas-test", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -52,8 +52,9 @@ class FolderStore:
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         return self.get(key)[start:stop]
 
-    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
-        use(0, memoryview(self.get_range(key, start, stop)))
+    def read_into(self, key: str, start: int, buffer: memoryview, use: UsePiece) -> None:
+        buffer[:] = self.get_range(key, start, start + len(buffer))
+        use(0, buffer)
 
     def get_file(self, key: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,25 +1,21 @@
-"""Bringing a part of a segment into a cache file, verified. The file has no name: it is gone when nobody maps it."""
+"""Bringing a part of a segment into a cache file, verified."""
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 from taas.errors import DeliveryError, ObjectCorrupt, ObjectMissing, StoreUnavailable
+from taas_tasks.delivery.cache_files import CacheFile, CacheFiles, free_bytes
 from taas_tasks.delivery.parts import PartLayout, Segment
 from taas_tasks.shards.checksum import crc32
 from taas_tasks.store.base import ObjectStore
 
 _log = logging.getLogger(__name__)
-_NAMED = "part-"
 _ATTEMPTS = 3
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 20.0
@@ -41,13 +37,13 @@ def fetch_part(
     lanes: int,
     layout: PartLayout,
     *,
-    cache_dir: Path,
+    files: CacheFiles,
     host: str,
     repair: Repair | None = None,
     store_patience_s: float = _STORE_PATIENCE_S,
     pause: Callable[[float], None] = time.sleep,
-) -> int:
-    """Return the descriptor of a file that holds the part, every checksum verified.
+) -> CacheFile:
+    """Return a file that holds the part, every checksum verified.
 
     Bytes that are wrong or missing are fetched again, ``_ATTEMPTS`` times in all, then the segment is repaired. A store
     that does not answer is waited for: the ranks' work is worth more than some idle minutes.
@@ -56,19 +52,19 @@ def fetch_part(
         DeliveryError: they stay wrong or missing, or the disk is full; names segment and host.
         StoreError: the store cannot be read; when it does not answer, after ``store_patience_s``.
     """
-    errand = _Errand(store, segment, lanes, layout, cache_dir, host, store_patience_s, pause)
+    errand = _Errand(store, segment, lanes, layout, files, host, store_patience_s, pause)
     for turn in range(_REPAIRS + 1):
-        file = _unnamed(cache_dir)
+        file = errand.take_file()
         try:
-            errand.bring(file)
+            errand.bring(file.view)
             return file
         except _Lost as lost:
-            os.close(file)
+            files.give_back(file)
             if repair is None or turn == _REPAIRS:
                 raise errand.lost(lost) from lost
             reason = str(lost)
         except BaseException:
-            os.close(file)
+            files.give_back(file)
             raise
         repair(segment, reason)
     raise AssertionError("unreachable")
@@ -82,17 +78,24 @@ class _Errand:
     segment: Segment
     lanes: int
     layout: PartLayout
-    cache_dir: Path
+    files: CacheFiles
     host: str
     store_patience_s: float
     pause: Callable[[float], None]
 
-    def bring(self, file: int) -> None:
+    def take_file(self) -> CacheFile:
+        """Return a file for the part; what it holds is undefined."""
+        try:
+            return self.files.take(self.layout.num_bytes)
+        except OSError as error:
+            raise self._full(error) from error
+
+    def bring(self, view: memoryview) -> None:
         """Fill the file; wait for a store that does not answer."""
         given_up_at = time.monotonic() + self.store_patience_s
         for turn in count():
             try:
-                return self._try(file)
+                return self._try(view)
             except StoreUnavailable as error:
                 if time.monotonic() >= given_up_at:
                     raise
@@ -100,11 +103,11 @@ class _Errand:
             self.pause(_jitter.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**turn)))
         raise AssertionError("unreachable")
 
-    def _try(self, file: int) -> None:
+    def _try(self, view: memoryview) -> None:
         """Fill the file, again when bytes are wrong or missing."""
         for attempt in range(_ATTEMPTS):
             try:
-                return self._fill(file)
+                return self._fill(view)
             except (ObjectCorrupt, ObjectMissing) as error:
                 if attempt == _ATTEMPTS - 1:
                     raise _Lost(error.message) from error
@@ -112,21 +115,23 @@ class _Errand:
             self.pause(_FIRST_PAUSE_S * 2**attempt)
         raise AssertionError("unreachable")
 
-    def _fill(self, file: int) -> None:
+    def _fill(self, view: memoryview) -> None:
         checks = _checks(self.segment, self.lanes, self.layout)
         for span in self.layout.spans:
-            within = [one for one in checks if span.place <= one.start < span.place + span.length]
-            sink = _Sink(file, span.place, within, key=self.segment.key, full=lambda error: self._full(file, error))
-            self.store.read_pieces(self.segment.key, span.start, span.start + span.length, sink.take)
+            end = span.place + span.length
+            checker = _Checker(
+                span.place, [one for one in checks if span.place <= one.start < end], key=self.segment.key
+            )
+            self.store.read_into(self.segment.key, span.start, view[span.place : end], checker.take)
 
-    def _full(self, file: int, error: OSError) -> DeliveryError:
-        free_bytes = _free_bytes(file)
+    def _full(self, error: OSError) -> DeliveryError:
+        free = free_bytes(self.files.folder)
         return DeliveryError(
-            f"host {self.host} cannot write {self.layout.num_bytes} bytes of cache in {self.cache_dir}, where "
-            f"{free_bytes} bytes are free: {error.strerror}; free some space there or lower cache_gb in the request",
+            f"host {self.host} cannot have {self.layout.num_bytes} bytes of cache in {self.files.folder}, where "
+            f"{free} bytes are free: {error.strerror}; free some space there or lower cache_gb in the request",
             host=self.host,
             needed_bytes=self.layout.num_bytes,
-            free_bytes=free_bytes,
+            free_bytes=free,
         )
 
     @property
@@ -147,38 +152,11 @@ class _Errand:
         )
 
 
-def _free_bytes(file: int) -> int:
-    found = os.fstatvfs(file)
-    return found.f_bavail * found.f_frsize
+class _Checker:
+    """Compares the checksums of the lanes in a span while its bytes are still in the processor's cache."""
 
-
-def _unnamed(folder: Path) -> int:
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-    file, path = tempfile.mkstemp(dir=folder, prefix=_NAMED)  # a file system without O_TMPFILE
-    Path(path).unlink(missing_ok=True)
-    return file
-
-
-def make_cache_folder(folder: Path) -> None:
-    """Make the folder of the cache files; what a killed feeder left is removed, living ones keep what they use."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(f"{_NAMED}*"):
-        path.unlink(missing_ok=True)
-
-
-class _Sink:
-    """Writes the pieces of a span into the cache file, and checks its lanes while they are in the processor's cache.
-
-    Written, not mapped: neither zeroing fresh pages nor page faults are paid for, and a full disk is an error of the
-    write, where a mapping would end the process by SIGBUS.
-    """
-
-    def __init__(self, file: int, place: int, checks: list[_Check], *, key: str, full: Callable[[OSError], Exception]):
-        self._file, self._place, self._checks, self._key, self._full = file, place, checks, key, full
+    def __init__(self, place: int, checks: list[_Check], *, key: str) -> None:
+        self._place, self._checks, self._key = place, checks, key
         self._next = self._crc = 0
 
     def take(self, offset: int, piece: memoryview) -> None:
@@ -186,7 +164,6 @@ class _Sink:
         if offset == 0:  # the first time, or all anew
             self._next = self._crc = 0
         start = self._place + offset
-        self._write(start, piece)
         while self._next < len(self._checks):
             check = self._checks[self._next]
             low, high = max(start, check.start), min(start + len(piece), check.stop)
@@ -195,14 +172,6 @@ class _Sink:
             if start + len(piece) < check.stop:
                 return
             self._end(check)
-
-    def _write(self, place: int, piece: memoryview) -> None:
-        while piece:
-            try:
-                written = os.pwrite(self._file, piece, place)
-            except OSError as error:
-                raise self._full(error) from error
-            piece, place = piece[written:], place + written
 
     def _end(self, check: _Check) -> None:
         got, self._crc = self._crc, 0

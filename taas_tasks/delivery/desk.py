@@ -6,8 +6,9 @@ returns what is to be done now. Its rules:
 - A pass takes the parts of its epoch in order; of a merged loader those of each stream that the rank reads, in that
   stream's order. What an open iterator will need next is fetched ahead of it, nearest first whatever its stream, as far
   as the loader's budget reaches; after the epoch's end comes the next epoch.
-- A part is kept while a rank holds it, or while an open iterator has still to take it and it fits the budget. Only
-  open iterators count: one that comes late, or again, has what it needs fetched again.
+- A part is kept while a rank holds it, or while an open iterator has still to take it and it fits the budget; what
+  room is left is for the parts of an epoch that some ranks have begun and others not yet. An iterator that comes
+  later, or again, has what it needs fetched again.
 - Who cannot go on without a part gets it even when the budget is used up by parts that other ranks hold, or that it
   holds itself of other streams. So no rank waits for another rank's progress, and two loaders, or one rank that
   iterates alone, cannot lock each other.
@@ -29,6 +30,7 @@ from taas_tasks.plan import epochs_of_plan
 from taas_tasks.values import LoaderPlan
 
 _MAX_LAYOUTS = 4096
+_MAX_APART = 4  # epochs that ranks are apart, of those whose parts are kept for the last of them
 _MAX_AHEAD = 64  # parts ahead of one iterator, so that a huge cache of tiny segments costs no more than it helps
 
 
@@ -80,13 +82,15 @@ class _Loader:
     num_streams: int
     failure: TaasError | None = None
     next_pass: int = 0  # the epoch that the next pass is expected to read
-    num_begun: int = 0  # ranks that have begun it
+    begun: dict[int, int] = field(default_factory=dict)  # the epochs that were begun last, and by how many ranks
     may_answer: bool = True  # something has happened since by which a question may be answered
     may_move: bool = True  # or by which a part may be fetched or dropped
 
-    def expect(self, epoch: int) -> None:
-        if epoch != self.next_pass:
-            self.next_pass, self.num_begun = epoch, 0
+    def begin(self, epoch: int) -> None:
+        self.next_pass = epoch
+        self.begun[epoch] = self.begun.pop(epoch, 0) + 1
+        if len(self.begun) > _MAX_APART:
+            del self.begun[next(iter(self.begun))]
 
 
 @dataclass
@@ -188,8 +192,7 @@ class Desk:
         """A rank began a pass; ``index`` is the first element that it takes, ``asks`` are its first questions."""
         self._cursors[connection] = _Cursor(loader, epoch, offset, index)
         known = self._loaders[loader]
-        known.expect(epoch)
-        known.num_begun += 1
+        known.begin(epoch)
         known.may_move = True
         self.ask(connection, asks=asks)
 
@@ -248,7 +251,7 @@ class Desk:
             self._let_go(connection, key)
         self._loaders[cursor.loader].may_move = True
         if finished:
-            self._loaders[cursor.loader].expect(cursor.epoch + 1)
+            self._loaders[cursor.loader].next_pass = cursor.epoch + 1
 
     def _let_go(self, connection: int, key: PartKey) -> None:
         part = self._parts.get(key)
@@ -357,13 +360,12 @@ class Desk:
                 found = next(walk, None)
                 if found is not None:
                     wanted.setdefault(*found)
-        if not walks or known.num_begun < self._ranks.count:
+        may_read_other_streams = known.num_streams > 1 and known.begun.get(known.next_pass, 0) < self._ranks.count
+        if not walks or may_read_other_streams:
             streams = known.catalogue.positions_at(known.next_pass, 0)
             begin = known.catalogue.walk(known.next_pass, known.catalogue.places_of(known.next_pass, streams), 0)
             for key, segment in islice(begin, _MAX_AHEAD):
-                # ranks that have not begun may read other streams; of a single one what is there is kept for them
-                if not walks or known.num_streams > 1 or key in self._parts:
-                    wanted.setdefault(key, segment)
+                wanted.setdefault(key, segment)
         return wanted
 
     def _start(self, cursor: _Cursor) -> _Start:
@@ -389,15 +391,18 @@ class Desk:
         return found
 
     def _evict(self, loader: str, wanted: dict[PartKey, Segment]) -> list[Action]:
-        """Drop what nobody holds and what is not among the nearest wanted parts that fit beside what is held."""
+        """Drop what nobody holds, is not among the nearest wanted parts that fit, and waits for no rank to begin."""
+        known = self._loaders[loader]
         own = {key: part for key, part in self._parts.items() if key.loader == loader}
         idle = [key for key, part in own.items() if part.ready and not part.holders]
         if not idle:
             return []
         used = sum(part.layout.num_bytes for part in own.values() if part.holders)
-        keep = set(self._asked(loader, urgent=True))
+        kept = self._kept_for_the_last(known, idle)
+        used += sum(own[key].layout.num_bytes for key in kept)
+        keep = set(self._asked(loader, urgent=True)) | kept
         for key, segment in wanted.items():
-            if key in own and own[key].holders:
+            if key in kept or (key in own and own[key].holders):
                 continue
             used += self._layout(key, segment).num_bytes
             if used > self._budget:
@@ -407,6 +412,18 @@ class Desk:
         for key in dropped:
             del self._parts[key]
         return [Drop(key) for key in dropped]
+
+    def _kept_for_the_last(self, loader: _Loader, idle: list[PartKey]) -> set[PartKey]:
+        """Return the parts of epochs that some ranks have begun and others not yet, up to half of the budget.
+
+        Such a rank has no iterator open, for a moment at an epoch's end. Half: perhaps it never begins one.
+        """
+        found, used = set(), 0
+        for key in sorted(key for key in idle if loader.begun.get(key.epoch, self._ranks.count) < self._ranks.count):
+            used += self._parts[key].layout.num_bytes
+            if used <= self._budget // 2:
+                found.add(key)
+        return found
 
     def _to_fetch(self, loader: str, wanted: dict[PartKey, Segment], *, room: int) -> list[Action]:
         if self._loaders[loader].failure is not None:

@@ -29,7 +29,8 @@ from typing import Any
 
 from taas.errors import DeliveryError, StoreUnavailable, TaasError
 from taas_tasks.delivery import wire
-from taas_tasks.delivery.cache import fetch_part, make_cache_folder
+from taas_tasks.delivery.cache import fetch_part
+from taas_tasks.delivery.cache_files import CacheFile, CacheFiles, make_cache_folder
 from taas_tasks.delivery.desk import Desk, Drop, Fetch, HandOut, Tell
 from taas_tasks.delivery.outbox import Outbox
 from taas_tasks.delivery.parts import PartKey, Ranks, Segment, describe_part
@@ -124,6 +125,7 @@ class _Stats:
         self._seen: dict[tuple[str, int, int, int], int] = {}
         self._repairs: list[str] = []
         self._dirty = True
+        self._trouble = ""
 
     def count(self, segment: Segment, lanes: int, num_bytes: int) -> None:
         """Count a part that was brought; elements that were there before are not counted again."""
@@ -140,9 +142,17 @@ class _Stats:
         self._dirty = True
 
     def write(self) -> None:
-        """Write the file, if something has changed."""
+        """Write the file, if something has changed; later, if the disk is full: ranks are served all the same."""
         if not self._dirty:
             return
+        try:
+            self._write()
+        except OSError as error:
+            if str(error) != self._trouble:
+                _log.warning("what was delivered cannot be noted: %s", error)
+            self._trouble = str(error)
+
+    def _write(self) -> None:
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         told = {"delivered": self._elements, "delivered_bytes": self._bytes, "repairs": self._repairs}
         temporary.write_text(json.dumps(told))
@@ -181,13 +191,14 @@ class Feeder:
         ranks = Ranks(node_rank * plan.nproc_per_node, plan.nproc_per_node, plan.world_size)
         names = list(plan.loaders)
         self._desk = Desk(ranks, plan.loaders, cache_bytes=plan.cache_bytes, host=host, max_fetches=_MAX_FETCHES)
-        self._store, self._cache_dir, self._host, self._is_orphan = store, cache_dir, host, is_orphan
+        self._store, self._host, self._is_orphan = store, host, is_orphan
+        self._cache_files = CacheFiles(cache_dir, most_bytes=plan.cache_bytes)
         self._loaders = frozenset(names)
         self._repairs = repairs
         self._repairing: set[LostSegment] = set()
         self._socket_path = socket_path
         self._stats = _Stats(stats_path, names)
-        self._files: dict[PartKey, int] = {}
+        self._files: dict[PartKey, CacheFile] = {}
         self._connections: dict[int, socket.socket] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._next_connection = 0
@@ -218,7 +229,7 @@ class Feeder:
 
     def serve(self) -> None:
         """Serve until ``stop`` is called or the feeder is an orphan, then leave nothing behind."""
-        make_cache_folder(self._cache_dir)
+        make_cache_folder(self._cache_files.folder)
         listener = self._listen()
         try:
             self._follower.start()
@@ -254,8 +265,9 @@ class Feeder:
             while True:
                 self._news.get_nowait()()
         for file in self._files.values():
-            os.close(file)
+            file.close()
         self._files.clear()
+        self._cache_files.close()
         self._stats.write()
         self._selector.close()
         self._wake_in.close()
@@ -357,7 +369,7 @@ class Feeder:
             if isinstance(action, Fetch):
                 self._fetchers.submit(self._fetch, action)
             elif isinstance(action, Drop):
-                os.close(self._files.pop(action.key))
+                self._cache_files.give_back(self._files.pop(action.key))
             elif isinstance(action, Tell):
                 self._tell(action.connection, action.message)
             else:
@@ -371,7 +383,7 @@ class Feeder:
                 action.segment,
                 action.key.lanes,
                 action.layout,
-                cache_dir=self._cache_dir,
+                files=self._cache_files,
                 host=self._host,
                 repair=self._repair_part if self._repairs is not None else None,
                 pause=self._pause,
@@ -405,14 +417,15 @@ class Feeder:
         notes = self._repairs.notes
         self._post(lambda: self._stats.note_repairs(notes))
 
-    def _fetched(self, action: Fetch, file: int) -> None:
+    def _fetched(self, action: Fetch, file: CacheFile) -> None:
         self._files[action.key] = file
         self._desk.fetched(action.key)
         self._stats.count(action.segment, action.key.lanes, action.layout.num_bytes)
 
     def _hand_out(self, action: HandOut) -> None:
         part = describe_part(action.segment, action.key.lanes, action.layout)
-        self._tell(action.connection, {"part": part, **action.message}, self._files[action.key])
+        with self._files[action.key].opened() as descriptor:
+            self._tell(action.connection, {"part": part, **action.message}, descriptor)
 
     def _tell(self, number: int, message: dict[str, Any], *files: int) -> None:
         outbox = self._outboxes.get(number)

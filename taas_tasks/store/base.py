@@ -44,10 +44,10 @@ class ObjectStore(Protocol):
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop)."""
 
-    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
-        """Call ``use(offset, piece)`` with the bytes [start, stop), piece by piece in order, as they arrive.
+    def read_into(self, key: str, start: int, buffer: memoryview, use: UsePiece) -> None:
+        """Fill a buffer with the bytes from ``start`` on, and call ``use(offset, piece)`` as they arrive.
 
-        ``offset`` counts from ``start``. A piece is valid during the call alone. When all must be read again (keys that
+        A piece is a slice of the buffer, at ``offset``; they come in order. When all must be read again (keys that
         expired), pieces come from offset 0 on again; what ``use`` raises ends the reading.
         """
 

@@ -1,4 +1,4 @@
-"""Reading objects by presigned URLs through one small buffer.
+"""Reading objects by presigned URLs, straight into a given buffer.
 
 boto3's ``Body.read`` copies every byte three times; ``http.client`` fills the given buffer from the socket: three times
 the speed at half the CPU. A connection that is cut in mid-body is taken up where it stopped, and only of the same
@@ -68,21 +68,20 @@ class HttpReader:
         self._retries = retries
         self._connections = Connections(timeout_s=timeout_s)
 
-    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
-        """Call ``use(offset, piece)`` with the bytes [start, stop) as they arrive.
+    def read_into(self, key: str, start: int, buffer: memoryview, use: UsePiece) -> None:
+        """Fill the buffer with the bytes from ``start`` on, and call ``use(offset, piece)`` as they arrive.
 
-        All pieces stand in one buffer that stays in the processor's cache, so what ``use`` does with them is cheap.
+        A piece is still in the processor's cache, so what ``use`` does with it is cheap.
 
         Raises:
             ObjectCorrupt: the object ends before, or was replaced while it was read.
             ObjectMissing, StoreRefused, StoreUnavailable: as ``ObjectStore`` says.
         """
-        buffer = memoryview(bytearray(min(_HOT_BYTES, stop - start)))
 
-        def pour(response: http.client.HTTPResponse, done: int) -> int:
-            return _pour(response, buffer, done, use)
+        def fill(response: http.client.HTTPResponse, done: int) -> int:
+            return _fill(response, buffer, done, use)
 
-        self._read_range(key, start, stop - start, pour, etag=None)
+        self._read_range(key, start, len(buffer), fill, etag=None)
 
     def read_range(self, key: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop)."""
@@ -192,18 +191,18 @@ def _range_problem(key: str, body: _Body, start: int, stop: int) -> StoreError |
     return None
 
 
-def _pour(response: http.client.HTTPResponse, buffer: memoryview, done: int, use: UsePiece) -> int:
-    """Give the body to ``use`` through ``buffer`` until it ends; return the bytes read."""
-    gained = 0
+def _fill(response: http.client.HTTPResponse, buffer: memoryview, start: int, use: UsePiece) -> int:
+    """Read the body into the buffer from ``start`` on, until it ends; return the bytes read."""
+    place = start
     while True:
         try:
-            num_bytes = response.readinto(buffer)
+            num_bytes = response.readinto(buffer[place : place + _HOT_BYTES])
         except TROUBLE:
-            return gained
-        if not num_bytes:
-            return gained
-        use(done + gained, buffer[:num_bytes])
-        gained += num_bytes
+            return place - start
+        if not num_bytes:  # the body has ended, or the buffer
+            return place - start
+        use(place, buffer[place : place + num_bytes])
+        place += num_bytes
 
 
 def _each(response: http.client.HTTPResponse, use: Callable[[bytes], object]) -> int:

@@ -54,9 +54,10 @@ class MemoryStore:
             raise ObjectCorrupt(f"object {key!r} ends at byte {len(content)}; asked were {start} to {stop}", key=key)
         return content[start:stop]
 
-    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
-        """Call ``use(0, piece)`` with the bytes [start, stop)."""
-        use(0, memoryview(self.get_range(key, start, stop)))
+    def read_into(self, key: str, start: int, buffer: memoryview, use: UsePiece) -> None:
+        """Fill the buffer with the bytes from ``start`` on, and call ``use(0, buffer)``."""
+        buffer[:] = self.get_range(key, start, start + len(buffer))
+        use(0, buffer)
 
     def get_file(self, key: str, path: Path) -> None:
         """Write the object to a file: a temporary beside it, then moved."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import boto3
 import botocore.exceptions as boto_errors
@@ -20,11 +20,12 @@ from botocore.handlers import add_expect_header
 from taas.errors import ObjectMissing, StoreError, StoreRefused, StoreUnavailable
 from taas_tasks.store.answers import EXPIRED_CODES, Retries, error_for
 from taas_tasks.store.base import Content, ObjectInfo, UsePiece
-from taas_tasks.store.credentials import CredentialsFile, KeySource
+from taas_tasks.store.credentials import CredentialsFile, Keys, KeySource
 from taas_tasks.store.files import write_then_move
 from taas_tasks.store.http_reader import HttpReader
 from taas_tasks.store.http_writer import HttpWriter, md5_header
 from taas_tasks.store.keys import check_key
+from taas_tasks.store.signing import object_url, sign_url
 from taas_tasks.values import StoreConfig
 
 if TYPE_CHECKING:
@@ -82,20 +83,34 @@ class S3Store:
 
     @cached_property
     def _reader(self) -> HttpReader:
-        return HttpReader(self._signer("get_object"), retries=self._retries)
+        return HttpReader(self._signer("GET"), retries=self._retries)
 
     @cached_property
     def _writer(self) -> HttpWriter:
-        return HttpWriter(self._signer("put_object"), retries=self._retries)
+        return HttpWriter(self._signer("PUT"), retries=self._retries)
 
-    def _signer(self, method: str) -> Callable[[str], str]:
-        client, bucket, prefix = self._client, self._bucket, self._prefix  # not self: no cycle keeps sockets open
+    def _signer(self, method: Literal["GET", "PUT"]) -> Callable[[str], str]:
+        """Return what signs URLs of our own. It does not hold the store: no cycle keeps sockets open."""
+        config, bucket, prefix = self._config, self._bucket, self._prefix
+        current_keys = self._key_getter()
+        if config.endpoint_url is not None and current_keys is not None:
+            endpoint, get = config.endpoint_url, current_keys
+            sign = partial(sign_url, method=method, region=config.region, expires_s=_OWN_URL_S)
+            return lambda key: sign(object_url(endpoint, bucket, prefix + key), get())
+        client, call = self._client, {"GET": "get_object", "PUT": "put_object"}[method]
+        return lambda key: client.generate_presigned_url(
+            call, Params={"Bucket": bucket, "Key": prefix + key}, ExpiresIn=_OWN_URL_S
+        )
 
-        def sign(key: str) -> str:
-            asked = {"Bucket": bucket, "Key": prefix + key}
-            return client.generate_presigned_url(method, Params=asked, ExpiresIn=_OWN_URL_S)
-
-        return sign
+    def _key_getter(self) -> Callable[[], Keys] | None:
+        """Return what gives the keys that we were told; None when boto3's chain is to find them."""
+        config = self._config
+        if self._renewed is not None:
+            return self._renewed.keys
+        if not (config.access_key and config.secret_key):
+            return None
+        keys = Keys(config.access_key, config.secret_key, config.session_token)
+        return lambda: keys
 
     def _new_client(self, endpoint_url: str | None) -> S3Client:
         # A session of our own: boto3's default one is not safe to use from several threads.
@@ -217,10 +232,10 @@ class S3Store:
         check_key(key)
         return self._call(key, lambda: self._reader.read_range(key, start, stop))
 
-    def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
-        """Call ``use(offset, piece)`` with the bytes [start, stop), as they arrive in one small buffer."""
+    def read_into(self, key: str, start: int, buffer: memoryview, use: UsePiece) -> None:
+        """Fill the buffer with the bytes from ``start`` on, and call ``use(offset, piece)`` as they arrive."""
         check_key(key)
-        self._call(key, lambda: self._reader.read_pieces(key, start, stop, use))
+        self._call(key, lambda: self._reader.read_into(key, start, buffer, use))
 
     def get_file(self, key: str, path: Path) -> None:
         """Write the object to a file: a temporary beside it, then moved."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from taas.errors import DeliveryError, StoreUnavailable
-from taas_tasks.delivery.cache import _Sink, fetch_part, make_cache_folder
+from taas.errors import DeliveryError, ObjectCorrupt, StoreUnavailable
+from taas_tasks.delivery.cache import _Check, _Checker, fetch_part
+from taas_tasks.delivery.cache_files import CacheFile, CacheFiles
 from taas_tasks.delivery.parts import Segment, lay_out
 from taas_tasks.store.base import UsePiece
 from taas_tasks.store.memory import MemoryStore
@@ -26,21 +26,20 @@ def prepared() -> tuple[MemoryStore, Segment]:
 
 def fetch(
     store: MemoryStore, segment: Segment, folder: Path, pause: Callable[[float], None] = lambda _: None, **more: Any
-) -> int:
+) -> CacheFile:
     layout = lay_out(segment, LANES)
-    return fetch_part(store, segment, LANES, layout, cache_dir=folder, host="h1", pause=pause, **more)
+    files = CacheFiles(folder, most_bytes=0)
+    return fetch_part(store, segment, LANES, layout, files=files, host="h1", pause=pause, **more)
 
 
 def test_a_part_is_a_file_without_a_name_that_holds_schema_and_lanes(tmp_path: Path) -> None:
     store, segment = prepared()
     file = fetch(store, segment, tmp_path)
-    try:
-        assert not list(tmp_path.iterdir())
-        assert zlib.crc32(os.pread(file, segment.schema_length, 0)) == segment.schema_crc32
-        for one, (lane, place, length) in zip(segment.lanes(LANES), lay_out(segment, LANES).lanes, strict=True):
-            assert lane == one.lane and zlib.crc32(os.pread(file, length, place)) == one.crc32
-    finally:
-        os.close(file)
+    assert not list(tmp_path.iterdir())
+    assert zlib.crc32(file.view[: segment.schema_length]) == segment.schema_crc32
+    for one, (lane, place, length) in zip(segment.lanes(LANES), lay_out(segment, LANES).lanes, strict=True):
+        assert lane == one.lane and zlib.crc32(file.view[place : place + length]) == one.crc32
+    file.close()
 
 
 def test_wrong_bytes_are_fetched_three_times_with_growing_pauses(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_an_object_that_is_too_short_is_called_changed(tmp_path: Path) -> None:
 
 def test_trouble_of_the_store_passes_through_and_leaves_no_file_open(tmp_path: Path) -> None:
     class Down(MemoryStore):
-        def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
+        def read_into(self, key: str, start: int, buffer: memoryview, use: UsePiece) -> None:
             raise StoreUnavailable("no answer")
 
     _, segment = prepared()
@@ -72,10 +71,14 @@ def test_trouble_of_the_store_passes_through_and_leaves_no_file_open(tmp_path: P
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_full_disk_is_an_error_that_names_the_host_and_the_bytes() -> None:
-    _, segment = prepared()
-    with Path("/dev/full").open("r+b", buffering=0) as full, pytest.raises(OSError, match="No space left"):
-        _Sink(full.fileno(), 0, [], key=segment.key, full=lambda error: error).take(0, memoryview(b"x"))
+def test_a_span_that_is_read_anew_is_checked_anew() -> None:
+    whole = bytes(range(256)) * 4
+    wrong = whole[:100] + b"!" + whole[101:]
+    checker = _Checker(0, [_Check("the lane", 0, 1024, zlib.crc32(whole))], key="k")
+    checker.take(0, memoryview(whole)[:512])
+    checker.take(0, memoryview(wrong)[:600])
+    with pytest.raises(ObjectCorrupt, match="the lane has checksum"):
+        checker.take(600, memoryview(wrong)[600:])
 
 
 def test_a_store_that_is_down_is_waited_for_with_pauses_that_grow_and_vary(tmp_path: Path) -> None:
@@ -84,21 +87,21 @@ def test_a_store_that_is_down_is_waited_for_with_pauses_that_grow_and_vary(tmp_p
     class Down(MemoryStore):
         turns = 0
 
-        def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
+        def read_into(self, key: str, start: int, buffer: memoryview, use: UsePiece) -> None:
             self.turns += 1
             if self.turns <= 12:
                 raise StoreUnavailable("no answer")
-            store.read_pieces(key, start, stop, use)
+            store.read_into(key, start, buffer, use)
 
     pauses: list[float] = []
-    os.close(fetch(Down(), segment, tmp_path, pauses.append))
+    fetch(Down(), segment, tmp_path, pauses.append).close()
     assert len(pauses) == 12 and len(set(pauses)) == 12
     assert max(pauses[:3]) <= 0.8 and max(pauses) <= 20 and max(pauses[6:]) > max(pauses[:3])
 
 
 def test_a_pause_that_is_broken_off_ends_the_waiting_and_leaves_no_file_open(tmp_path: Path) -> None:
     class Down(MemoryStore):
-        def read_pieces(self, key: str, start: int, stop: int, use: UsePiece) -> None:
+        def read_into(self, key: str, start: int, buffer: memoryview, use: UsePiece) -> None:
             raise StoreUnavailable("no answer")
 
     def feeder_ends(_: float) -> None:
@@ -123,7 +126,7 @@ def test_a_lost_segment_is_repaired_and_fetched_again(tmp_path: Path) -> None:
         if len(asked) == 2:
             store.put(segment.key, whole)
 
-    os.close(fetch(store, segment, tmp_path, repair=repair))
+    fetch(store, segment, tmp_path, repair=repair).close()
     assert len(asked) == 2 and segment.key in asked[0]
 
 
@@ -134,11 +137,3 @@ def test_a_segment_that_is_lost_after_each_repair_is_given_up(tmp_path: Path) ->
     with pytest.raises(DeliveryError, match=r"segment 2 of epoch 0 .* changed or removed since"):
         fetch(store, segment, tmp_path, repair=lambda _, why: asked.append(why))
     assert len(asked) == 2
-
-
-def test_files_that_a_killed_feeder_left_are_removed_and_others_stay(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    for name in ("part-left", "other"):
-        (tmp_path / "cache" / name).write_text("")
-    make_cache_folder(tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["other"]

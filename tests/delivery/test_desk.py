@@ -164,6 +164,8 @@ def test_a_closed_iterator_holds_nothing_back() -> None:
 
 def test_after_a_finished_pass_the_next_epoch_is_fetched_ahead() -> None:
     desk = new_desk(segments(2, epochs=2), parts=2.5)
+    open_and_ask(desk, 2, index=32)
+    desk.close(2)
     open_and_ask(desk, 1, index=32)
     assert [(one.segment.epoch, one.segment.n) for one in of(Fetch, desk.decide())] == [(0, 1), (1, 0)]
     desk.close(1, finished=True)
@@ -173,6 +175,44 @@ def test_after_a_finished_pass_the_next_epoch_is_fetched_ahead() -> None:
     actions = desk.decide()
     assert [one.key for one in of(Drop, actions)] == [lay_key(0, 1)]
     assert [(one.segment.epoch, one.segment.n) for one in of(Fetch, actions)] == [(1, 1)]
+
+
+def serve(desk: Desk) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Carry out what the desk wants until it wants nothing; return what was fetched and what was handed out."""
+    fetched, given = [], []
+    while actions := desk.decide():
+        for one in of(Fetch, actions):
+            desk.fetched(one.key)
+            fetched.append((one.key.epoch, one.key.n))
+        given += [(one.connection, one.segment.n) for one in of(HandOut, actions)]
+    return fetched, given
+
+
+def read_epoch(desk: Desk, connection: int, *, num_segments: int) -> list[tuple[int, int]]:
+    """Read epoch 0 from its start; return what was fetched meanwhile."""
+    seen = []
+    open_and_ask(desk, connection)
+    for n in range(num_segments):
+        fetched, given = serve(desk)
+        assert given == [(connection, n)]
+        seen += fetched
+        release(desk, connection, n)
+        desk.ask(connection, asks=[question(32 * (n + 1), number=n + 2)])
+    return seen
+
+
+def test_parts_of_an_epoch_that_another_rank_has_not_begun_are_kept() -> None:
+    desk = new_desk(segments(2, epochs=8), parts=4.5)
+    read_epoch(desk, 1, num_segments=2)
+    desk.close(1, finished=True)
+    serve(desk)
+    assert not [one for one in read_epoch(desk, 2, num_segments=2) if one[0] == 0]
+
+
+def test_parts_for_a_rank_that_never_comes_take_half_of_the_budget_at_most() -> None:
+    desk = new_desk(segments(9), parts=4.5)
+    assert read_epoch(desk, 1, num_segments=8) == [(0, n) for n in range(9)]
+    assert desk.cached_bytes <= size_of_part() * 4.5
 
 
 def lay_key(epoch: int, n: int) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,20 +47,6 @@ def test_a_dataset_that_raises_names_loader_element_index_and_host_and_shows_the
     assert "elements.py" not in fields["traceback"]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "taas-test", str(folder)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_full_disk_of_a_host_is_told_to_its_ranks_with_both_numbers(small_disk: Path) -> None:
     from taas_tasks.store.memory import MemoryStore
 
@@ -73,7 +57,7 @@ def test_a_full_disk_of_a_host_is_told_to_its_ranks_with_both_numbers(small_disk
     ):
         list(host.loader(0))
     message, fields = caught.value.message, caught.value.fields
-    assert f"host host-0 cannot write {fields['needed_bytes']} bytes of cache in" in message
+    assert f"host host-0 cannot have {fields['needed_bytes']} bytes of cache in" in message
     assert f"where {fields['free_bytes']} bytes are free: No space left on device" in message
     assert fields["needed_bytes"] > fields["free_bytes"] and "lower cache_gb" in message
     assert os.statvfs(small_disk).f_bfree > 0  # what was fetched is given back

@@ -97,7 +97,7 @@ def session(s3_server: S3Server, tmp_path: Path) -> Iterator[Session]:
         store.close()
 
 
-def read_pieces(store: S3Store, _: Path) -> bytes:
+def read_into(store: S3Store, _: Path) -> bytes:
     return gathered(store, "big", 0, len(CONTENT))
 
 
@@ -138,7 +138,7 @@ Act = Callable[[S3Store, Path], bytes]
 
 
 @pytest.mark.store
-@pytest.mark.parametrize("act", [read_pieces, get_file, put, put_if_absent, put_file, head, listed])
+@pytest.mark.parametrize("act", [read_into, get_file, put, put_if_absent, put_file, head, listed])
 def test_credentials_that_expire_are_renewed_and_what_was_under_way_succeeds(
     session: Session, tmp_path: Path, act: Act
 ) -> None:
@@ -149,7 +149,7 @@ def test_credentials_that_expire_are_renewed_and_what_was_under_way_succeeds(
 
 
 @pytest.mark.store
-@pytest.mark.parametrize("act", [read_pieces, get_file])
+@pytest.mark.parametrize("act", [read_into, get_file])
 def test_credentials_that_expire_in_the_middle_of_a_body_do_not_harm_it(
     session: Session, tmp_path: Path, act: Act
 ) -> None:

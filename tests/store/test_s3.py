@@ -49,7 +49,7 @@ def near(s3_server: S3Server, far: S3Store) -> S3Store:
     return S3Store(far._config.model_copy(update={"endpoint_url": s3_server.config.endpoint_url}))
 
 
-def read_pieces(store: S3Store, _: Path) -> bytes:
+def read_into(store: S3Store, _: Path) -> bytes:
     return gathered(store, "big", 0, len(CONTENT))
 
 
@@ -59,10 +59,10 @@ def get_file(store: S3Store, folder: Path) -> bytes:
 
 
 Read = Callable[[S3Store, Path], bytes]
-READS: list[Read] = [read_pieces, get_file, lambda store, _: store.get("big")]
+READS: list[Read] = [read_into, get_file, lambda store, _: store.get("big")]
 
 
-@pytest.mark.parametrize("read", READS, ids=["read_pieces", "get_file", "get"])
+@pytest.mark.parametrize("read", READS, ids=["read_into", "get_file", "get"])
 def test_a_body_cut_in_the_middle_is_taken_up_where_it_stopped(
     far: S3Store, proxy: FaultyProxy, tmp_path: Path, read: Read
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_body_cut_in_the_middle_is_taken_up_where_it_stopped(
     assert proxy.num_connections == 4
 
 
-@pytest.mark.parametrize("read", READS, ids=["read_pieces", "get_file", "get"])
+@pytest.mark.parametrize("read", READS, ids=["read_into", "get_file", "get"])
 def test_an_object_replaced_while_it_is_read_is_corrupt_and_never_mixed(
     far: S3Store, proxy: FaultyProxy, s3_server: S3Server, tmp_path: Path, read: Read
 ) -> None:
@@ -83,7 +83,7 @@ def test_an_object_replaced_while_it_is_read_is_corrupt_and_never_mixed(
 
 def test_a_connection_that_never_brings_a_byte_is_given_up(far: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
     proxy.always = Cut(0)
-    for act in (lambda: read_pieces(far, tmp_path), lambda: far.put("k", b""), lambda: far.head("k")):
+    for act in (lambda: read_into(far, tmp_path), lambda: far.put("k", b""), lambda: far.head("k")):
         with pytest.raises(StoreUnavailable):
             act()
 
@@ -91,7 +91,7 @@ def test_a_connection_that_never_brings_a_byte_is_given_up(far: S3Store, proxy: 
 def test_a_throttled_store_is_asked_again(far: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
     slow = Answer(503, "SlowDown")
     proxy.faults = [slow, slow]
-    assert read_pieces(far, tmp_path) == CONTENT
+    assert read_into(far, tmp_path) == CONTENT
     for act in (lambda: far.put("k", b"1"), lambda: far.put_if_absent("n", b"1"), lambda: list(far.list(""))):
         proxy.drop_connections()
         proxy.faults = [slow, slow]
@@ -104,7 +104,7 @@ def test_a_store_that_throttles_for_ever_is_unavailable_and_a_retry_can_help(
     far: S3Store, proxy: FaultyProxy, tmp_path: Path
 ) -> None:
     proxy.always = Answer(503, "SlowDown")
-    for act in (lambda: read_pieces(far, tmp_path), lambda: far.put("k", b""), lambda: far.put_if_absent("k", b"")):
+    for act in (lambda: read_into(far, tmp_path), lambda: far.put("k", b""), lambda: far.put_if_absent("k", b"")):
         with pytest.raises(StoreUnavailable, match="SlowDown") as caught:
             act()
         assert caught.value.retryable
@@ -129,10 +129,10 @@ def test_an_idle_connection_that_the_server_closed_costs_no_retry(
     s3_server: S3Server, far: S3Store, proxy: FaultyProxy, tmp_path: Path
 ) -> None:
     once = S3Store(far._config, retries=Retries(max_attempts=1))
-    read_pieces(once, tmp_path)
+    read_into(once, tmp_path)
     proxy.drop_connections()
     time.sleep(0.05)
-    assert read_pieces(once, tmp_path) == CONTENT
+    assert read_into(once, tmp_path) == CONTENT
     once.close()
 
 
