@@ -16,7 +16,7 @@ from taas_tasks.store import open_store
 
 SHARDS = 16
 RANKS = 2
-EPOCHS = 4  # of the lanes in which the start does not count
+EPOCHS = 8  # what is steady: connecting, and filling memory for the first time, are a small part
 PREFIX = "ours"
 ALONE = "consumers alone"
 PLAIN_OBJECTS = {"images": 320, "records": 1024, "ragged": 1024, "batches": 1024}

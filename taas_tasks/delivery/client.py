@@ -21,6 +21,7 @@ from taas_tasks.streams import Merge
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 30.0
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _SAY_AFTER_S = 30.0
 _MAX_RUN = 1024  # steps: what is prepared at once of tiny elements
 
@@ -73,12 +74,13 @@ class Connection:
         self._poll = select.poll()  # not select.select: that fails beyond descriptor 1023
         self._poll.register(self._socket, select.POLLIN)
         self.wait_s = 0.0
-        deadline = time.monotonic() + connect_s
+        deadline, pause_s = time.monotonic() + connect_s, _FIRST_PAUSE_S
         while not self._connected():
             if time.monotonic() > deadline:
                 self._socket.close()
                 raise DeliveryError(f"no feeder answers at {path}: it has ended or never started; see the feeder's log")
-            time.sleep(0.05)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def _connected(self) -> bool:
         try:

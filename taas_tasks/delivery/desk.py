@@ -31,7 +31,7 @@ from taas_tasks.values import LoaderPlan
 
 _MAX_LAYOUTS = 4096
 _MAX_APART = 4  # epochs that ranks are apart, of those whose parts are kept for the last of them
-_MAX_AHEAD = 64  # parts ahead of one iterator, so that a huge cache of tiny segments costs no more than it helps
+_MAX_AHEAD = 32  # parts ahead of one iterator, so that a huge cache of tiny segments costs no more than it helps
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ class _Stats:
         self._repairs: list[str] = []
         self._dirty = True
         self._trouble = ""
+        self._next_at = 0.0
 
     def count(self, segment: Segment, lanes: int, num_bytes: int) -> None:
         """Count a part that was brought; elements that were there before are not counted again."""
@@ -141,10 +142,14 @@ class _Stats:
         self._repairs = notes
         self._dirty = True
 
-    def write(self) -> None:
-        """Write the file, if something has changed; later, if the disk is full: ranks are served all the same."""
-        if not self._dirty:
+    def write(self, *, at_once: bool = False) -> None:
+        """Write the file, if something has changed, but not all the time.
+
+        Later, if the disk is full: ranks are served all the same.
+        """
+        if not self._dirty or (time.monotonic() < self._next_at and not at_once):
             return
+        self._next_at = time.monotonic() + _TICK_S
         try:
             self._write()
         except OSError as error:
@@ -268,7 +273,7 @@ class Feeder:
             file.close()
         self._files.clear()
         self._cache_files.close()
-        self._stats.write()
+        self._stats.write(at_once=True)
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()

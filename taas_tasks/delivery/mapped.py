@@ -65,15 +65,18 @@ class MappedPart:
             self._mapping = self._map()
         lane = read_lane(self._mapping[place : place + length], self._schema)
         row, expected = (position - self.start) // self._period, nominal_index(position, self.stream, self._num_streams)
-        if not (row < len(lane) and lane.index(row) == expected):
-            found = f"element {lane.index(row)}" if row < len(lane) else f"only {len(lane)} elements"
+        num_rows = len(range(position - row * self._period, self.stop, self._period))
+        if not (num_rows == len(lane) and lane.index(row) == expected):
+            found = (
+                f"element {lane.index(row)}" if num_rows == len(lane) else f"{len(lane)} elements, not {num_rows}, and"
+            )
             raise DeliveryError(
                 f"lane {number} of segment {self.n} of epoch {self.epoch} (stream {self.stream}) has {found} where "
                 f"element {expected} should be in row {row}: the shard was written by other rules than its ledger "
                 "record; prepare and train with the same release"
             )
         self.num_bytes += length
-        self._lanes[number] = lane.__getitem__
+        self._lanes[number] = lane.get
         return self._lanes[number]
 
     def _map(self) -> memoryview:
