@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from taas.errors import RequestError
 from taas_tasks.ledger import first_units
@@ -37,19 +37,25 @@ def decide(
     watermarks: Sequence[Watermark],
     world_size: int,
     units_per_second: Mapping[str, float] | None = None,
+    prepared: Collection[str] = (),
 ) -> GateDecision:
     """Return whether training may start, and why: every loader's contiguous prefix must reach its starting units.
 
-    ``units_per_second`` (per loader, where known) only serves to say how long it will take.
+    ``units_per_second`` (per loader, where known) only serves to say how long it will take. Of loaders that are
+    ``prepared`` nothing more comes: what lacks was lost, and the hosts of the training have it made again.
     """
     by_loader = {watermark.loader: watermark for watermark in watermarks}
     starts = {name: starting_units(start, loader, world_size=world_size) for name, loader in sorted(loaders.items())}
     missing = {name: units - by_loader[name].units for name, units in starts.items() if name in by_loader}
-    late = [name for name in starts if name not in by_loader or missing[name] > 0]
+    behind = [name for name in starts if name not in by_loader or missing[name] > 0]
+    late = [name for name in behind if name not in prepared]
     rates = units_per_second or {}
     told = late or list(starts)
     sentences = [
-        _sentence(name, loaders[name].units, by_loader.get(name), starts[name], rates.get(name)) for name in told
+        _sentence(name, loaders[name].units, by_loader.get(name), starts[name], rates.get(name))
+        if name in late or name not in behind
+        else f"{name}: prepared, but records of it are lost; the training's hosts have these segments made again"
+        for name in told
     ]
     return GateDecision(
         is_open=not late,

@@ -69,6 +69,22 @@ def test_gate_opens_when_the_contiguous_prefix_is_there_and_not_before():
     assert GateDecision.model_validate_json(store.get(SCOPE.keys.gate)) == decision
 
 
+def test_gate_opens_for_a_prepared_loader_whose_record_was_lost():
+    store = planned()
+    watch = GateWatch.of_run(store, SCOPE.run)
+    for n in (1, 2, 3):
+        commit(store, n)
+    assert not watch.look().is_open and not watch.look().is_open
+    store.put(SCOPE.keys.prepared("x", 0), b"")
+    assert not watch.look().is_open  # a record may have come between this look at the ledger and the mark
+    decision = watch.look()
+    assert decision.is_open
+    assert (
+        decision.reason
+        == "x: prepared, but records of it are lost; the training's hosts have these segments made again"
+    )
+
+
 class Told(GateTrigger):
     """The trigger with a store, and with what Airflow would say, of a test's."""
 
