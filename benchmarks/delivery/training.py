@@ -160,7 +160,7 @@ def cache_files(pid: int, cache: Path) -> dict[int, int]:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if str(cache) in line:
                 start, stop, inode = re.match(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+)", line).groups()  # type: ignore[union-attr]
-                found[int(inode)] = max(found.get(int(inode), 0), int(stop, 16) - int(start, 16))
+                found.setdefault(int(inode), int(stop, 16) - int(start, 16))  # the feeder maps more than is allocated
     except OSError:  # it has ended, or closed a file meanwhile
         pass
     return found
