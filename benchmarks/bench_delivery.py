@@ -11,6 +11,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,29 @@ def versions() -> dict[str, str]:
         if name in ("mosaicml-streaming", "webdataset", "litdata"):
             found[name] = number
     return found
+
+
+def measure_apart(part: str, options: Options) -> Section:
+    """Run one part in a process of its own: parts fork, and must not do so beside threads that others left."""
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(part, options, theirs))
+    child.start()
+    theirs.close()
+    try:
+        found: Section = mine.recv()
+    except EOFError:
+        found = Section(notes=[f"{part} FAILED: its process ended"])
+    finally:
+        child.terminate()  # when this one is told to end: the part then stops what it has started
+        child.join()
+    return found
+
+
+def _send(part: str, options: Options, answer: Connection) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    answer.send(measure(part, options))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is left to do is to end
 
 
 def measure(part: str, options: Options) -> Section:
@@ -126,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             own = scratch / part
             own.mkdir()
             options = Options(given.quick, given.repetitions or (2 if given.quick else 5), given.out, own)
-            sections[part] = measure(part, options)
+            sections[part] = measure_apart(part, options)
             shutil.rmtree(own, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
