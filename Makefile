@@ -12,7 +12,7 @@ help: ## what there is
 
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "TaaS needs Python 3.11, got $$($(PYTHON) --version). Install it, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
-	@echo "installing the packages of requirements.txt into $(VENV) (torch and Airflow among them): about 3 to 5 minutes, once"
+	@echo "installing the packages of requirements.txt into $(VENV) (torch and Airflow among them): some minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .

@@ -27,6 +27,7 @@ from typing import Any
 
 from benchmarks.delivery import peers, table
 from benchmarks.delivery.common import Options, Section
+from benchmarks.delivery.zygote import die_with_parent
 
 PARTS = ("delivery", "prep", "overlap", "memory", "scale")
 _PACKAGES = ("torch", "numpy", "pyarrow", "boto3")
@@ -77,6 +78,7 @@ def measure_apart(part: str, options: Options) -> Section:
 
 
 def _send(part: str, options: Options, answer: Connection) -> None:
+    die_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     answer.send(measure(part, options))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is left to do is to end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -76,7 +77,7 @@ class Order:
     stopped_by_states: Sequence[str] = ("failed", "upstream_failed")
 
 
-class HostJobTask:
+class HostJobTask(ABC):
     """Runs a program on hosts of a flavor, each as one job; what it waits for, it waits for in the triggerer.
 
     One object per moment at which a worker is needed. Subclasses give the ``order`` and say what comes of it
@@ -85,16 +86,16 @@ class HostJobTask:
 
     _watch: JobWatch | None = None
 
+    @abstractmethod
     def order(self, work: Work) -> Order:
         """Return what is to run."""
-        raise NotImplementedError
 
-    def before_start(self, work: Work, placement: Placement) -> None:
+    def before_start(self, work: Work, placement: Placement) -> None:  # noqa: B027 (most have nothing to do)
         """Do what must be done right before the jobs of a try are started."""
 
+    @abstractmethod
     def succeeded(self, work: Work, placement: Placement) -> Any:
         """Return the task's result, now that every job succeeded."""
-        raise NotImplementedError
 
     def failed(self, work: Work, placement: Placement, error: TaasError) -> TaasError:
         """Return the error to raise; ``error`` is that of the first job that failed."""

@@ -5,6 +5,7 @@ XCom carries names and numbers only.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +48,9 @@ class HostJobOperator(BaseOperator):
 
     _task: HostJobTask | None = None
 
+    @abstractmethod
     def make_task(self) -> HostJobTask:
         """Return what does the work."""
-        raise NotImplementedError
 
     def execute(self, context: Mapping[str, Any]) -> Any:
         """Begin, or go on where an earlier try left off."""

@@ -6,9 +6,9 @@ returns what is to be done now. Its rules:
 - A pass takes the parts of its epoch in order; of a merged loader those of each stream that the rank reads, in that
   stream's order. What an open iterator will need next is fetched ahead of it, nearest first whatever its stream, as far
   as the loader's budget reaches; after the epoch's end comes the next epoch.
-- A part is kept while a rank holds it, or while an open iterator has still to take it and it fits the budget; what
-  room is left is for the parts of an epoch that some ranks have begun and others not yet. An iterator that comes
-  later, or again, has what it needs fetched again.
+- A part is kept while a rank holds it, or while an open iterator has still to take it and it fits the budget. Up to
+  half of the budget keeps parts of epochs that some ranks have begun and others not yet. An iterator that comes later,
+  or again, has what it needs fetched again.
 - Who cannot go on without a part gets it even when the budget is used up by parts that other ranks hold, or that it
   holds itself of other streams. So no rank waits for another rank's progress, and two loaders, or one rank that
   iterates alone, cannot lock each other.
@@ -82,7 +82,7 @@ class _Loader:
     num_streams: int
     failure: TaasError | None = None
     next_pass: int = 0  # the epoch that the next pass is expected to read
-    begun: dict[int, int] = field(default_factory=dict)  # the epochs that were begun last, and by how many ranks
+    begun: dict[int, int] = field(default_factory=dict)  # how often an epoch was begun, of those begun last
     may_answer: bool = True  # something has happened since by which a question may be answered
     may_move: bool = True  # or by which a part may be fetched or dropped
 
@@ -91,6 +91,10 @@ class _Loader:
         self.begun[epoch] = self.begun.pop(epoch, 0) + 1
         if len(self.begun) > _MAX_APART:
             del self.begun[next(iter(self.begun))]
+
+    def is_begun_by_some(self, epoch: int, num_ranks: int) -> bool:
+        """Whether some ranks have begun a pass of an epoch, perhaps not the first one, and others have not."""
+        return self.begun.get(epoch, 0) % num_ranks != 0
 
 
 @dataclass
@@ -360,8 +364,8 @@ class Desk:
                 found = next(walk, None)
                 if found is not None:
                     wanted.setdefault(*found)
-        may_read_other_streams = known.num_streams > 1 and known.begun.get(known.next_pass, 0) < self._ranks.count
-        if not walks or may_read_other_streams:
+        others_come = known.next_pass not in known.begun or known.is_begun_by_some(known.next_pass, self._ranks.count)
+        if not walks or (known.num_streams > 1 and others_come):  # of other streams than those who are there
             streams = known.catalogue.positions_at(known.next_pass, 0)
             begin = known.catalogue.walk(known.next_pass, known.catalogue.places_of(known.next_pass, streams), 0)
             for key, segment in islice(begin, _MAX_AHEAD):
@@ -419,7 +423,7 @@ class Desk:
         Such a rank has no iterator open, for a moment at an epoch's end. Half: perhaps it never begins one.
         """
         found, used = set(), 0
-        for key in sorted(key for key in idle if loader.begun.get(key.epoch, self._ranks.count) < self._ranks.count):
+        for key in sorted(key for key in idle if loader.is_begun_by_some(key.epoch, self._ranks.count)):
             used += self._parts[key].layout.num_bytes
             if used <= self._budget // 2:
                 found.add(key)

@@ -209,6 +209,19 @@ def test_parts_of_an_epoch_that_another_rank_has_not_begun_are_kept() -> None:
     assert not [one for one in read_epoch(desk, 2, num_segments=2) if one[0] == 0]
 
 
+def test_parts_of_a_replay_that_another_rank_has_not_begun_are_kept() -> None:
+    desk = new_desk(segments(2), parts=4.5)
+    for connection in (1, 2):
+        read_epoch(desk, connection, num_segments=2)
+    for connection in (1, 2):
+        desk.close(connection, finished=True)
+    serve(desk)
+    read_epoch(desk, 3, num_segments=2)
+    desk.close(3, finished=True)
+    serve(desk)
+    assert read_epoch(desk, 4, num_segments=2) == []
+
+
 def test_parts_for_a_rank_that_never_comes_take_half_of_the_budget_at_most() -> None:
     desk = new_desk(segments(9), parts=4.5)
     assert read_epoch(desk, 1, num_segments=8) == [(0, n) for n in range(9)]

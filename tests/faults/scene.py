@@ -38,6 +38,15 @@ RUN_ID = "manual__faults"
 RUN = run_key(RUN_ID)
 KEYS = RunKeys(RUN)
 ROOT = Path(__file__).parents[2]
+TWO_STREAMS = {
+    "kind": "iterable",
+    "order": "sequential",
+    "read_by": "workers",
+    "num_streams": 2,
+    "num_loader_workers": 2,
+    "epoch_length": None,
+}
+"""What inspect finds of an iterable with two loader workers."""
 
 NUMBERS = """
 import torch

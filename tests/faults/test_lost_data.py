@@ -10,7 +10,7 @@ from taas.errors import DeliveryError
 from taas_tasks.layout import HostPaths
 from taas_tasks.prep import repair_program
 from tests.faults.conftest import MakeScene
-from tests.faults.scene import KEYS, NUMBERS, RUN, Scene
+from tests.faults.scene import KEYS, NUMBERS, RUN, TWO_STREAMS, Scene
 from tests.launch.conftest import MakeGang
 from tests.launch.gang import Gang
 from tests.prep import oracle
@@ -164,15 +164,7 @@ def make_loader():
 
 
 def test_lost_segments_of_loader_workers_streams_are_made_again_as_they_were(make_scene: MakeScene) -> None:
-    reading = {
-        "kind": "iterable",
-        "order": "sequential",
-        "read_by": "workers",
-        "num_streams": 2,
-        "num_loader_workers": 2,
-        "epoch_length": None,
-    }
-    scene = make_scene(source=BY_WORKERS, inspection=reading, units=80)
+    scene = make_scene(source=BY_WORKERS, inspection=TWO_STREAMS, units=80)
     scene.prepare()
     records, shards = scene.records(), scene.objects(f"{KEYS.root}shards/")
     of_first = [one for one in records if (one.epoch, one.stream) == (1, 0)]

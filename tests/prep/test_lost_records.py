@@ -18,6 +18,7 @@ from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import Plan
 from tests.faults.conftest import MakeScene, make_scene, process_as_before
 from tests.faults.scene import RUN as SCENE_RUN
+from tests.faults.scene import TWO_STREAMS
 from tests.prep import cases, oracle, stream_cases
 
 __all__ = ["make_scene", "process_as_before"]
@@ -158,15 +159,7 @@ def make_loader():
 def test_the_program_of_another_machine_has_a_lost_segment_prepared_again_as_it_was(
     make_scene: MakeScene, tmp_path: Path
 ) -> None:
-    reading = {
-        "kind": "iterable",
-        "order": "sequential",
-        "read_by": "workers",
-        "num_streams": 2,
-        "num_loader_workers": 2,
-        "epoch_length": None,
-    }
-    scene = make_scene(source=SHARED, inspection=reading, units=80)
+    scene = make_scene(source=SHARED, inspection=TWO_STREAMS, units=80)
     scene.prepare()  # both streams, by one machine
     two = scene.loader_plan.model_copy(update={"machines": 2})
     keys = RunKeys(SCENE_RUN)
