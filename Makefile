@@ -32,11 +32,13 @@ down: $(READY) ## stop the local stack
 status: $(READY) ## health of the local stack
 	$(BIN)/taas status
 
-test: $(READY) ## all tests
-	$(BIN)/python -m pytest
+JOBS ?= 2
+
+test: $(READY) ## all tests, JOBS=2 side by side
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
 
 test-quick: $(READY) ## all but the tests on the real Airflow
-	$(BIN)/python -m pytest -m "not stack"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not stack"
 
 CASES ?= 2000
 
