@@ -16,6 +16,7 @@
     |-- DeliveryError         a rank cannot be given what it asks for
     |-- LaunchError
     |   |-- HostUnreachable   the transport cannot reach the host (a retry can help)
+    |   |-- HostRefused       the host may not or cannot be used as it is described: its key, the login, its python
     |   |-- NoCapacity        not enough free hosts of the flavor now (a retry can help)
     |   |-- JobFailed         a job on a host ended badly; carries the verdict
     |   |   |-- JobLost       its supervisor died (a retry can help)
@@ -125,6 +126,10 @@ class HostUnreachable(LaunchError):
     """The transport cannot reach the host."""
 
     retryable = True
+
+
+class HostRefused(LaunchError):
+    """The host may not or cannot be used as inventory and connection describe it: somebody must mend one of them."""
 
 
 class NoCapacity(LaunchError):

@@ -217,6 +217,15 @@ class HostPaths:
         """One file per slot."""
         return self.root / "slots"
 
+    def engine(self, digest: str) -> Path:
+        """Our own code on a host that has nothing of ours; one folder per version."""
+        return self.root / "engines" / digest
+
+    @property
+    def envs(self) -> Path:
+        """One Python environment per set of a request's requirements."""
+        return self.root / "envs"
+
     @property
     def cache(self) -> Path:
         """Where the feeder makes its (unlinked) cache files."""
