@@ -12,14 +12,15 @@ from typing import Any, NoReturn
 from airflow.sdk.exceptions import TaskDeferred
 from pydantic import BaseModel
 
-from taas.errors import HostUnreachable, JobFailed, JobLost, JobTimeout, RunCancelled, TaasError
+from taas.errors import HostRefused, HostUnreachable, JobFailed, JobLost, JobTimeout, RunCancelled, TaasError
 from taas_tasks.airflow.deployment import Deployment, key_files, read_deployment
 from taas_tasks.airflow.host_job import HostJob, Wanted, program_spec
+from taas_tasks.airflow.hosts import OpenHosts
 from taas_tasks.airflow.job_watch import JobWatch, Look, next_step, went_well
 from taas_tasks.airflow.scope import Scope, note_start, scope_of
 from taas_tasks.airflow.triggers import HostJobTrigger, HostsTrigger
 from taas_tasks.compute import jobs as on_host
-from taas_tasks.compute.inventory import Host, open_transport
+from taas_tasks.compute.inventory import Host
 from taas_tasks.compute.job import JobSpec, JobState
 from taas_tasks.compute.jobs import Waiting
 from taas_tasks.store import ObjectStore, open_store
@@ -126,6 +127,8 @@ class HostJobTask(ABC):
         job = _host_job(work, order)
         if event["status"] == "stopped":
             self.stopped(event["reason"])
+        if event["status"] == "refused":
+            raise HostRefused(event["reason"])
         placement = job.recall()
         if placement is None:
             raise JobLost("where the jobs of this task were to be is forgotten; it is tried again")
@@ -139,6 +142,8 @@ class HostJobTask(ABC):
         placement = job.recall()
         if placement is None:
             raise JobLost("where the jobs of this task were is forgotten; it is tried again")
+        if event["status"] == "refused":  # the jobs may live: a try after the connection was mended attaches to them
+            raise HostRefused(event["reason"])
         if event["status"] == "unreachable":
             job.keep(placement.model_copy(update={"given_up": True}))
             raise HostUnreachable(event["reason"])
@@ -233,7 +238,7 @@ def _host_job(work: Work, order: Order) -> HostJob:
         wanted=Wanted(order.flavor, order.num_hosts, candidates),
         memory=work.memory,
         store=work.store,
-        transports={host.name: open_transport(host) for host in candidates},
+        transports=OpenHosts().of(candidates),
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from taas.errors import HostUnreachable
+from taas.errors import LaunchError
 from taas_tasks.airflow.deployment import Deployment
 from taas_tasks.airflow.host_job import job_record
+from taas_tasks.airflow.hosts import OpenHosts
 from taas_tasks.airflow.scope import Scope
 from taas_tasks.compute import jobs as on_host
-from taas_tasks.compute.inventory import open_transport
 from taas_tasks.compute.job import JobState
 from taas_tasks.compute.transport import Transport
 from taas_tasks.layout import RunKeys
@@ -40,11 +40,11 @@ def release_run(
     """
     over = [one for one in placements(store, scope.keys) if states.get(_state_name(one)) not in _AT_WORK]
     pairs = [(placement, job) for placement in over for job in placement.jobs]
-    known = {host.name: open_transport(host) for host in deployment.inventory.hosts}
+    known = OpenHosts().of(deployment.inventory.hosts)
     reachable = [(placement, job, known[job.host]) for placement, job in pairs if job.host in known]
     for placement, job, state in _end_all(reachable):
-        if state is None:
-            yield f"{job.host} does not answer: job {job.job_id} ends by itself when its lease runs out"
+        if isinstance(state, LaunchError):
+            yield f"{state.message}: job {job.job_id} on {job.host} ends by itself when its lease runs out"
             continue
         key = scope.keys.job_record(job.job_id)
         if state.started_at is not None and store.head(key) is None:
@@ -56,14 +56,14 @@ def release_run(
 
 def _end_all(
     jobs: Sequence[tuple[Placement, PlacedJob, Transport]],
-) -> list[tuple[Placement, PlacedJob, JobState | None]]:
-    def end(item: tuple[Placement, PlacedJob, Transport]) -> tuple[Placement, PlacedJob, JobState | None]:
+) -> list[tuple[Placement, PlacedJob, JobState | LaunchError]]:
+    def end(item: tuple[Placement, PlacedJob, Transport]) -> tuple[Placement, PlacedJob, JobState | LaunchError]:
         placement, job, transport = item
         try:
             state = on_host.stop(transport, job.job_id, wait_s=_WAIT_S)
             on_host.withdraw({job.host: transport}, {job.host: job.job_id})
-        except HostUnreachable:
-            return placement, job, None
+        except LaunchError as error:
+            return placement, job, error
         return placement, job, state
 
     with ThreadPoolExecutor(max(1, min(16, len(jobs)))) as pool:

@@ -13,6 +13,7 @@ from taas.flavors import PREP_FLAVOR, hosts_for
 from taas.request import TrainRequest, parse_request
 from taas_tasks import project as repository
 from taas_tasks.airflow.deployment import Deployment, read_deployment, read_flavors, read_store_config
+from taas_tasks.airflow.hosts import check_connections
 from taas_tasks.airflow.run_release import release_run
 from taas_tasks.airflow.run_report import write_report
 from taas_tasks.airflow.scope import note_start, scope_of, task_states
@@ -33,6 +34,7 @@ def check_deployment(request: TrainRequest, deployment: Deployment) -> None:
 
     Raises:
         RequestError: with every fault.
+        HostRefused: hosts of these flavors have connections that cannot be used; none was contacted.
     """
     num_hosts = hosts_for(deployment.flavors[request.flavor], request.gpus)
     wanted = {request.flavor: num_hosts, **({PREP_FLAVOR: 1} if request.cpus else {})}
@@ -45,6 +47,7 @@ def check_deployment(request: TrainRequest, deployment: Deployment) -> None:
             faults.append({"field": "gpus" if flavor == request.flavor else "cpus", "message": message})
     if faults:
         raise RequestError("\n".join(f"{fault['field']}: {fault['message']}" for fault in faults), faults=faults)
+    check_connections(host for host in deployment.inventory.hosts if host.flavor in wanted)
 
 
 def named_files(request: TrainRequest) -> dict[str, str]:

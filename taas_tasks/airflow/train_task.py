@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from taas.errors import JobTimeout, LaunchError, RankFailed, TaasError
@@ -15,6 +16,19 @@ from taas_tasks.verdict import gather, launch_error
 
 _GIB = 1 << 30
 _STARTING_S = 600.0
+
+
+def emulates_gpus(hosts: Sequence[Host]) -> bool:
+    """Return whether the ranks of a gang run on CPUs in the place of GPUs.
+
+    Raises:
+        LaunchError: some of its hosts do and some do not: their ranks could not talk to each other.
+    """
+    found = {host.emulates_gpus for host in hosts}
+    if len(found) > 1:
+        said = ", ".join(f"{host.name} {'emulates' if host.emulates_gpus else 'has'} GPUs" for host in hosts)
+        raise LaunchError(f"the hosts of one training must be alike: {said}; set emulate_gpus alike in the inventory")
+    return found.pop()
 
 
 def launch_plan(plan: Plan, pinned: PinnedRequest, *, generation: int, hosts: list[Host]) -> LaunchPlan:
@@ -31,7 +45,7 @@ def launch_plan(plan: Plan, pinned: PinnedRequest, *, generation: int, hosts: li
         nnodes=plan.nnodes,
         nproc_per_node=plan.nproc_per_node,
         flavor=plan.flavor,
-        emulate_gpus=any(host.transport == "local" for host in hosts),
+        emulate_gpus=emulates_gpus(hosts),
         script=request.script,
         args=list(request.args),
         cell_payload=request.cell.payload if request.cell else None,

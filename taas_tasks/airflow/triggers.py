@@ -13,14 +13,15 @@ from typing import Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
-from taas.errors import StoreRefused, StoreUnavailable, TaasError
+from taas.errors import LaunchError, StoreRefused, StoreUnavailable, TaasError
 from taas_tasks.airflow.deployment import ConnectionKeys, key_files, read_inventory, read_store_config
 from taas_tasks.airflow.gate_watch import GateWatch
 from taas_tasks.airflow.host_job import Wanted, owner_by_host, take_hosts
+from taas_tasks.airflow.hosts import OpenHosts
 from taas_tasks.airflow.job_watch import JobWatch, Look, next_step
 from taas_tasks.airflow.scope import Scope, num_stopped, read_offset, task_states, write_offset
 from taas_tasks.compute import jobs as on_host
-from taas_tasks.compute.inventory import Inventory, open_transport
+from taas_tasks.compute.inventory import Inventory
 from taas_tasks.store import open_store
 from taas_tasks.values import PlacedJob, Placement, StoreConfig
 
@@ -124,12 +125,13 @@ class TaskTrigger(BaseTrigger):
 
 
 class HostsTrigger(TaskTrigger):
-    """Queues for hosts. Fires ``{"status": "held" | "stopped", "reason": ...}``."""
+    """Queues for hosts. Fires ``{"status": "held" | "stopped" | "refused", "reason": ...}``."""
 
     def __init__(self, *, num_hosts: int, placement: dict[str, Any], **base: Any) -> None:
         super().__init__(**base)
         self.num_hosts = num_hosts
         self.placement = Placement.model_validate(placement)
+        self._open_hosts = OpenHosts()
 
     def own_kwargs(self) -> dict[str, Any]:
         """Return the kwargs that the base does not know."""
@@ -139,7 +141,11 @@ class HostsTrigger(TaskTrigger):
         """Ask for the hosts until they are held."""
         told = ""
         while True:
-            waiting = await asyncio.to_thread(self._ask)
+            try:
+                waiting = await asyncio.to_thread(self._ask)
+            except LaunchError as error:
+                yield TriggerEvent({"status": "refused", "reason": error.message})
+                return
             if waiting is None:
                 yield TriggerEvent({"status": "held", "reason": "the hosts are held"})
                 return
@@ -159,21 +165,21 @@ class HostsTrigger(TaskTrigger):
     def _ask(self) -> str | None:
         """Return why the hosts are not ours yet, or None when they are."""
         wanted = self._wanted()
-        transports = {host.name: open_transport(host) for host in wanted.candidates}
+        transports = self._open_hosts.of(wanted.candidates)
         answer = take_hosts(self.scope, wanted, self.placement, transports)
         return answer.reason if isinstance(answer, on_host.Waiting) else None
 
     def undo(self) -> None:
         """Leave the queue."""
         wanted = self._wanted()
-        transports = {host.name: open_transport(host) for host in wanted.candidates}
+        transports = self._open_hosts.of(wanted.candidates)
         on_host.withdraw(transports, owner_by_host(self.scope, wanted, self.placement.generation))
 
 
 class HostJobTrigger(TaskTrigger):
     """Follows jobs until they are over; shows the first one's log, keeps the leases, ends the peers of a failed one.
 
-    Fires ``{"status": "ended" | "stopped" | "timeout" | "unreachable", "reason": ...}``.
+    Fires ``{"status": "ended" | "stopped" | "timeout" | "unreachable" | "refused", "reason": ...}``.
     """
 
     def __init__(self, *, jobs: list[dict[str, str]], deadline: float, log_offset: int = 0, **base: Any) -> None:
@@ -194,8 +200,12 @@ class HostJobTrigger(TaskTrigger):
         watch.log_offset = max(self.log_offset, await asyncio.to_thread(self.read_offset))
         since = time.monotonic()
         while True:
-            look = await asyncio.to_thread(watch.look)
-            await self._show(watch)
+            try:
+                look = await asyncio.to_thread(watch.look)
+                await self._show(watch)
+            except LaunchError as error:
+                yield TriggerEvent({"status": "refused", "reason": error.message})
+                return
             step = next_step(look, now=time.time(), deadline=self.deadline)
             if step == "cancel":
                 await asyncio.to_thread(watch.cancel)
@@ -211,7 +221,7 @@ class HostJobTrigger(TaskTrigger):
 
     def _open(self) -> JobWatch:
         inventory = self.inventory()
-        transports = {job.host: open_transport(inventory.host(job.host)) for job in self.jobs}
+        transports = OpenHosts().of(inventory.host(job.host) for job in self.jobs)
         owner = self.scope.owner
         return JobWatch(transports=transports, jobs=self.jobs, owner=owner, fresh_files=self._fresh_files)
 

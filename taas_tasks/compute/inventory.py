@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from taas.errors import LaunchError
-from taas_tasks.compute.local import LocalTransport
-from taas_tasks.compute.transport import Transport
 from taas_tasks.values import Value
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Host(Value):
@@ -20,12 +21,13 @@ class Host(Value):
 
     Attributes:
         name: Unique; fixed order of gangs is the order of the inventory.
-        transport: How it is reached: ``local`` emulates a host by a folder of this machine.
+        transport: How it is reached: ``local`` emulates a host by a folder of this machine, ``ssh`` logs in.
         address: Where the other hosts of a training reach it.
         root: The folder that jobs, slots, runs and caches live below (absolute).
         python: The interpreter that programs run with on the host.
         slots: Jobs that may hold the host at once.
-        connection_id: Airflow connection of a remote host.
+        connection_id: Airflow connection (type ssh) of a host that is reached by ``ssh``.
+        emulate_gpus: Whether its ranks run on CPUs, over gloo; by default only on ``local`` hosts.
         env: Added to the environment of every job on the host.
     """
 
@@ -36,14 +38,32 @@ class Host(Value):
     root: str
     python: str
     slots: int = Field(default=1, ge=1)
-    connection_id: str | None = None
+    connection_id: str | None = Field(default=None, validate_default=True)
+    emulate_gpus: bool | None = None
     env: dict[str, str] = Field(default={}, repr=False)
+
+    @property
+    def emulates_gpus(self) -> bool:
+        """Whether its ranks run on CPUs in the place of GPUs."""
+        return self.transport == "local" if self.emulate_gpus is None else self.emulate_gpus
 
     @field_validator("root", "python")
     @classmethod
     def _is_absolute(cls, value: str) -> str:
-        if not Path(value).is_absolute():
-            raise ValueError(f"must be an absolute path, got {value!r}")
+        if not Path(value).is_absolute() or _CONTROL.search(value):
+            raise ValueError(f"must be an absolute path (without control characters), got {value!r}")
+        return value
+
+    @field_validator("connection_id")
+    @classmethod
+    def _fits_the_transport(cls, value: str | None, info: ValidationInfo) -> str | None:
+        transport = info.data.get("transport")
+        if transport == "ssh" and not value:
+            raise ValueError("transport 'ssh' needs the id of an Airflow connection of type ssh")
+        if transport == "local" and value:
+            raise ValueError(
+                f"transport 'local' has no connection, got {value!r}; say transport 'ssh', or leave it out"
+            )
         return value
 
 
@@ -97,25 +117,15 @@ class Inventory(Value):
         raise LaunchError(f"no host {name!r} in the inventory; it has: {known}", host=name)
 
     def _refuse_doubles(self) -> None:
-        places = [(host.transport, host.address, host.root) for host in self.hosts]
-        for what, values in (("name", [host.name for host in self.hosts]), ("place (address, root)", places)):
-            double = [value for value, count in Counter(values).items() if count > 1]
-            if double:
-                raise LaunchError(f"two hosts of the inventory have the same {what}: {double[0]}; each needs its own")
-
-
-def open_transport(host: Host) -> Transport:
-    """Return the transport that reaches a host.
-
-    Raises:
-        LaunchError: This version has no such transport.
-    """
-    if host.transport == "local":
-        return LocalTransport(Path(host.root), python=host.python)
-    raise LaunchError(
-        f"host {host.name!r} names transport {host.transport!r}, which this version cannot drive; known: local",
-        host=host.name,
-    )
+        places = [(host.connection_id or host.address, host.root) for host in self.hosts]
+        faults = [
+            f"two hosts of the inventory have the same {what}: {value}; each needs its own"
+            for what, values in (("name", [host.name for host in self.hosts]), ("place (where it is, root)", places))
+            for value, count in Counter(values).items()
+            if count > 1
+        ]
+        if faults:
+            raise LaunchError("; ".join(faults))
 
 
 def _faults(error: ValidationError, value: Any) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import JsonValue
 
 from taas_tasks.airflow.host_job import HostJob, Wanted
+from taas_tasks.airflow.hosts import OpenHosts, open_host
 from taas_tasks.airflow.scope import Scope
 from taas_tasks.compute import jobs
-from taas_tasks.compute.inventory import Host, Inventory, open_transport
+from taas_tasks.compute.inventory import Host, Inventory
 from taas_tasks.compute.job import JobSpec
 from taas_tasks.compute.processes import job_processes
 from taas_tasks.store import ObjectStore
@@ -52,7 +53,7 @@ def stop_everything(inventory: Inventory) -> None:
     for host in inventory.hosts:
         folder = Path(host.root) / "jobs"
         for job in folder.iterdir() if folder.exists() else ():
-            jobs.stop(open_transport(host), job.name, wait_s=5)
+            jobs.stop(open_host(host), job.name, wait_s=5)
 
 
 def host_job(
@@ -70,7 +71,7 @@ def host_job(
         wanted=Wanted(flavor, num_hosts, candidates),
         memory=memory or MemoryDict(),
         store=store,
-        transports={host.name: open_transport(host) for host in candidates},
+        transports=OpenHosts().of(candidates),
     )
 
 

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
 
 from taas.errors import LaunchError
-from taas_tasks.compute.inventory import Host, Inventory, open_transport
-from taas_tasks.compute.local import LocalTransport
+from taas_tasks.compute.inventory import Host, Inventory
 
 
 def entry(name: str, **fields: Any) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def test_a_flavor_that_no_host_has_is_said_with_those_there_are():
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
-        ([entry("a", root="relative")], "host 'a' root: .*absolute path, got 'relative'"),
+        ([entry("a", root="relative")], "host 'a' root: .*absolute path .*, got 'relative'"),
         ([entry("a"), {"flavor": "g2.8"}], "host number 2 name: .*; host number 2 root: "),
         ([entry("a", slots=0)], "host 'a' slots: "),
         ([entry("a", transport="pigeon")], "host 'a' transport: .*'local' or 'ssh'"),
@@ -54,16 +53,37 @@ def test_an_inventory_that_is_no_json_is_refused():
         Inventory.parse("- name: a")
 
 
-def test_a_local_host_is_opened(tmp_path: Path):
-    host = Host.model_validate(entry("a", root=str(tmp_path)))
-    transport = open_transport(host)
-    assert isinstance(transport, LocalTransport)
-    assert transport.call("state", {"job_id": "x"})["phase"] == "absent"
+def test_every_fault_of_an_ssh_host_is_told_at_once():
+    with pytest.raises(LaunchError) as caught:
+        Inventory.parse(json.dumps([entry("a", transport="ssh", root="x", slots=0), entry("b", connection_id="c")]))
+    for part in ("host 'a' root", "host 'a' slots", "host 'a' connection_id: .*type ssh", "host 'b' connection_id"):
+        assert re.search(part, caught.value.message)
 
 
-def test_a_transport_that_this_version_lacks_is_named():
-    host = Host.model_validate(entry("x", transport="ssh"))
-    with pytest.raises(
-        LaunchError, match=r"^host 'x' names transport 'ssh', which this version cannot drive; known: local$"
-    ):
-        open_transport(host)
+def test_a_path_that_no_command_line_can_hold_is_refused():
+    with pytest.raises(LaunchError, match="without control characters"):
+        Inventory.parse(json.dumps([entry("a", root="/var/taas\nrm")]))
+
+
+def test_all_doubles_are_told_at_once():
+    twice = [entry("a"), entry("a"), entry("b", transport="ssh", connection_id="c", root="/r")]
+    with pytest.raises(LaunchError, match=r"same name: a.*same place \(where it is, root\): \('c', '/r'\)"):
+        Inventory.parse(json.dumps([*twice, entry("d", transport="ssh", connection_id="c", root="/r")]))
+
+
+def test_hosts_of_equal_root_behind_two_connections_are_two():
+    ssh = {"transport": "ssh", "root": "/var/taas"}
+    assert len(Inventory.parse(json.dumps([entry(n, connection_id=n, **ssh) for n in "ab"])).hosts) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "emulates"),
+    [
+        ({}, True),
+        ({"emulate_gpus": False}, False),
+        ({"transport": "ssh", "connection_id": "c"}, False),
+        ({"transport": "ssh", "connection_id": "c", "emulate_gpus": True}, True),
+    ],
+)
+def test_only_local_hosts_emulate_gpus_unless_it_is_said(fields: dict[str, Any], emulates: bool):
+    assert Host.model_validate(entry("a", **fields)).emulates_gpus is emulates

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 
 from taas_tasks import project as repository
-from taas_tasks.compute.inventory import Host, Inventory, open_transport
+from taas_tasks.airflow.hosts import open_host
+from taas_tasks.compute.inventory import Host, Inventory
 from taas_tasks.layout import RunKeys, run_key
 from taas_tasks.stack import Stack
 from taas_tasks.stack.airflow_processes import inventory
@@ -126,7 +127,7 @@ class Runs:
         held = []
         for host in self.hosts():
             if Path(host.root).exists():
-                held += [slot["owner"] for slot in open_transport(host).call("slots", {})["slots"]]
+                held += [slot["owner"] for slot in open_host(host).call("slots", {})["slots"]]
         return held
 
     def print_logs(self) -> None:
