@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import TypeAlias
 
 Seen: TypeAlias = Sequence[tuple[Sequence[int], str]]  # (ids, digest) of each element, in the order of delivery
@@ -12,7 +13,7 @@ Seen: TypeAlias = Sequence[tuple[Sequence[int], str]]  # (ids, digest) of each e
 
 @dataclass(frozen=True)
 class Truth:
-    """What there is to deliver: ids and digest of every element, in order."""
+    """What there is to deliver: ids and digest of every element, in order; one is named as often as it is to come."""
 
     elements: tuple[tuple[tuple[int, ...], str], ...]
 
@@ -35,11 +36,11 @@ def fault(truth: Truth, ranks: Sequence[Seen], order: Order) -> str | None:
     wrong = [ids for ids, digest in every if digests[ids] != digest]
     if wrong:
         return f"{len(wrong)} element(s) with wrong contents, the first with ids {list(wrong[0])[:4]}"
-    counts = len({ids for ids, _ in every})
-    if counts != len(digests):
-        return f"{len(digests) - counts} of {len(digests)} elements are missing"
-    if len(every) != counts:
-        return f"{len(every) - counts} element(s) came more than once"
+    wanted, came = Counter(ids for ids, _ in truth.elements), Counter(ids for ids, _ in every)
+    if missing := (wanted - came).total():
+        return f"{missing} of {wanted.total()} elements are missing"
+    if more := (came - wanted).total():
+        return f"{more} element(s) came more than once"
     return order(truth, [[ids for ids, _ in seen] for seen in got])
 
 
@@ -81,20 +82,27 @@ def by_shards(*, shards: int, workers: int, message: int) -> Order:
     return check
 
 
-def ascending(*, workers: int, message: int) -> Order:
-    """Return litdata's rule: each worker of a rank has a share of its own in ascending order; messages take turns."""
+def ascending(*, workers: int, message: int, chunk: int = 0) -> Order:
+    """Return litdata's rule: each worker of a rank has a share of its own in ascending order; messages take turns.
+
+    In a dataset that repeats itself, of chunks of so many elements, a share may begin anew behind a whole chunk.
+    """
 
     def check(truth: Truth, got: list[list[tuple[int, ...]]]) -> str | None:
-        place = {ids: index for index, (ids, _) in enumerate(truth.elements)}
+        place = {ids: index for index, ids in enumerate(dict.fromkeys(ids for ids, _ in truth.elements))}
         for rank, seen in enumerate(got):
             messages = [seen[at : at + message] for at in range(0, len(seen), message)]
             for worker in range(max(1, workers)):
                 stream = [place[ids] for ids in chain.from_iterable(messages[worker :: max(1, workers)])]
-                if stream != sorted(stream):
+                if any(not _rises(*pair, chunk=chunk) for pair in pairwise(stream)):
                     return f"rank {rank}: the elements of loader worker {worker} are not in ascending order"
         return None
 
     return check
+
+
+def _rises(one: int, following: int, *, chunk: int) -> bool:
+    return following > one or (chunk > 0 and (one + 1) % chunk == 0 and following % chunk == 0)
 
 
 def _take_turns(streams: list[list[tuple[int, ...]]], message: int) -> list[tuple[int, ...]]:

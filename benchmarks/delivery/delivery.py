@@ -9,21 +9,36 @@ import statistics
 import subprocess
 import sys
 import time
-import zlib
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.delivery import checks, lanes, peers, prepared, workloads
+from benchmarks.delivery import checks, lanes, peers, prepared, repeats, workloads
 from benchmarks.delivery.common import Lane, Options, Section
 from benchmarks.delivery.lanes import EPOCHS, LaneSpec, Runner, Setting
 from benchmarks.delivery.servers import nginx, seaweedfs
 from benchmarks.delivery.zygotes import Zygote
+from taas_tasks.shards.checksum import crc32
 from taas_tasks.stack.seaweed import BUCKET
+from taas_tasks.store.http_reader import _HOT_BYTES as PIECE_BYTES
 
 SOURCES = ("nginx", "seaweedfs")
 _WRITE_S = 240
+_RUN_S, _LONG_RUN_S = 90.0, 240.0
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How long peers' long lanes take: a setting is tried for ``tuning_s``; a lane is repeated until it was measured
+    for ``enough_s`` in all, but twice unless one run takes ``once_s``."""
+
+    tuning_s: float
+    enough_s: float
+    once_s: float
+
+
+_FULL, _QUICK = _Pace(1.5, 10.0, 25.0), _Pace(0.5, 5.0, 5.0)
 
 
 @dataclass
@@ -32,14 +47,18 @@ class _Bench:
     runner: Runner
     zygotes: dict[str, Zygote]
     truths: dict[tuple[str, str], checks.Truth]
-    payload: dict[tuple[str, str], int]
+    bucket: Path
     results: dict[LaneSpec, Lane] = field(default_factory=dict)
 
-    def run(self, lane: LaneSpec, *, verify: bool = False) -> dict[str, Any]:
-        members, folder = self.runner.members(lane, verify=verify)
+    @property
+    def pace(self) -> _Pace:
+        return _QUICK if self.options.quick else _FULL
+
+    def run(self, lane: LaneSpec, *, verify: bool = False, reading_s: float | None = None) -> dict[str, Any]:
+        members, folder = self.runner.members(lane, verify=verify, limit_s=reading_s)
         source = self.runner.sources[lane.source]
         before, server_s = source.requests(), source.cpu_s()
-        found = self.zygotes[lane.library].run(members)
+        found = self.zygotes[lane.library].run(members, limit_s=_LONG_RUN_S if lane.is_long else _RUN_S)
         after = source.requests()
         found["requests"] = None if before is None or after is None else after - before - 1
         found["server_cpu_s"] = source.cpu_s() - server_s
@@ -73,13 +92,17 @@ def _measure(options: Options, stack: ExitStack) -> Section:
     sources = {"nginx": stack.enter_context(nginx(www, root / "nginx"))}
     _say("uploading it to SeaweedFS")
     sources["seaweedfs"] = stack.enter_context(seaweedfs(www, root / "weed"))
+    for spec in (one for one in specs if one.is_peer and one.is_long):  # behind the upload: only nginx serves them
+        short = replace(spec, epochs=1)
+        source, target = (www / BUCKET / lanes.peer_key(one) for one in (short, spec))
+        repeats.repeat(spec.library, source, target, times=spec.epochs)
     runner = Runner(root / "runs", sources)
     for spec in specs:
         if spec.name.startswith("ceiling") or spec.library in ("webdataset", "plain"):
             runner.sign(spec, www / BUCKET, shards)
-    bench = _Bench(options, runner, zygotes, *_truths(specs))
+    bench = _Bench(options, runner, zygotes, _truths(specs), www / BUCKET)
     _say("settings of the peers")
-    tuned: dict[tuple[str, str, str], Setting] = {}
+    tuned: dict[tuple[str, str, str, int], Setting] = {}
     chosen = [_tuned(bench, spec, tuned) for spec in specs]
     _say("verifying every lane")
     for spec in chosen:
@@ -119,6 +142,18 @@ def _of_workload(workload: workloads.Workload, source: str, *, quick: bool) -> l
     if source == SOURCES[0]:  # what the client can do: the server is to cost as little as it may
         for long in (f"ceiling, {EPOCHS} times", f"taas, {EPOCHS} epochs", lanes.ALONE):
             found.append(LaneSpec(long, "ours", name, "elements", source, count, epochs=EPOCHS))
+    found += _of_peers(workload, source, quick=quick)
+    if source == SOURCES[0]:
+        found += [
+            replace(one, name=f"{one.name}, {EPOCHS} times", epochs=EPOCHS)
+            for one in _of_peers(workload, source, quick=quick)
+        ]
+    return found
+
+
+def _of_peers(workload: workloads.Workload, source: str, *, quick: bool) -> list[LaneSpec]:
+    name, count = workload.name, workload.num_elements(quick=quick)
+    found = []
     for library in peers.LIBRARIES:
         found.append(LaneSpec(library, library, name, "elements", source, count))
         if workload.collated:
@@ -126,15 +161,14 @@ def _of_workload(workload: workloads.Workload, source: str, *, quick: bool) -> l
             found.append(LaneSpec(f"{library}, samples", library, name, "samples", source, samples))
     plain = min(lanes.PLAIN_OBJECTS[name], count * (workloads.BATCH if workload.collated else 1))
     layout = "samples" if workload.collated else "elements"
-    found.append(LaneSpec("plain, object per sample", "plain", name, layout, source, plain))
-    return found
+    return [*found, LaneSpec("plain, object per sample", "plain", name, layout, source, plain)]
 
 
 def _write(specs: list[LaneSpec], bucket: Path, root: Path) -> dict[str, list[tuple[str, int]]]:
     """Write everyone's data; return our shards by workload."""
     jobs: dict[str, dict[str, dict[str, Any]]] = {}
     for spec in specs:
-        if spec.is_peer:
+        if spec.is_peer and not spec.is_long:
             folder = str(bucket / lanes.peer_key(spec))
             job = {"workload": spec.workload, "layout": spec.layout, "count": spec.count, "folder": folder}
             jobs.setdefault(spec.library, {})[folder] = job
@@ -170,10 +204,8 @@ def _write(specs: list[LaneSpec], bucket: Path, root: Path) -> dict[str, list[tu
     return shards
 
 
-def _truths(
-    specs: list[LaneSpec],
-) -> tuple[dict[tuple[str, str], checks.Truth], dict[tuple[str, str], int]]:
-    truths, payload = {}, {}
+def _truths(specs: list[LaneSpec]) -> dict[tuple[str, str], checks.Truth]:
+    truths = {}
     most: dict[tuple[str, str], int] = {}
     for spec in specs:
         if spec.library != "plain" or spec.layout == "samples":
@@ -184,31 +216,30 @@ def _truths(
         truths[workload, layout] = checks.Truth(
             tuple((tuple(workloads.identity(one)), workloads.digest(one)) for one in known)
         )
-        payload[workload, layout] = sum(workloads.num_bytes(one) for one in known)
-    return truths, payload
+    return truths
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
 
 
-def _tuned(bench: _Bench, spec: LaneSpec, tuned: dict[tuple[str, str, str], Setting]) -> LaneSpec:
+def _tuned(bench: _Bench, spec: LaneSpec, tuned: dict[tuple[str, str, str, int], Setting]) -> LaneSpec:
     """Return a peer's lane with the setting that was fastest in one run each, from the first source."""
     if not spec.is_peer:
         return spec
-    place = (spec.library, spec.workload, spec.layout)
+    place = (spec.library, spec.workload, spec.layout, spec.epochs)
     if place not in tuned:
         tuned[place] = _best(bench, spec)
     return spec.with_setting(tuned[place])
 
 
 def _best(bench: _Bench, spec: LaneSpec) -> Setting:
-    options = lanes.settings(spec.library, spec.count, quick=bench.options.quick)
+    options = lanes.settings(spec, quick=bench.options.quick)
     timed = []
     for setting in options:
-        found = bench.run(spec.with_setting(setting))
+        found = bench.run(spec.with_setting(setting), reading_s=bench.pace.tuning_s if spec.is_long else None)
         if "error" not in found:
-            timed.append((found["seconds"], setting))
-    return min(timed, key=lambda one: one[0])[1] if timed else options[0]
+            timed.append((sum(rank["bytes"] / rank["reading_s"] for rank in found["ranks"]), setting))
+    return max(timed, key=lambda one: one[0])[1] if timed else options[0]
 
 
 def _verify(bench: _Bench, spec: LaneSpec) -> None:
@@ -225,17 +256,26 @@ def _verify(bench: _Bench, spec: LaneSpec) -> None:
         return
     found = bench.run(spec, verify=True)
     truth = bench.truths[spec.workload, spec.layout]
-    truth = checks.Truth(truth.elements[: spec.count])
+    truth = checks.Truth(truth.elements[: spec.count] * (spec.epochs // spec.passes))
     if "error" in found:
         lane.void = f"it failed: {found['error']}"
     elif spec.nnodes > 1:
         lane.void = _partial_fault(truth, spec, found["ranks"])
     else:
         seen = [rank["seen"] for rank in found["ranks"]]
-        passes = checks.passes(seen, spec.epochs)
+        passes = checks.passes(seen, spec.passes)
         lane.void = next((why for one in passes if (why := checks.fault(truth, one, spec.order()))), None)
+        lane.void = lane.void or _unread(bench, spec, found["requests"])
     if lane.void:
         _say(f"void: {spec.name}, {spec.workload}, {spec.source}: {lane.void[-600:]}")
+
+
+def _unread(bench: _Bench, spec: LaneSpec, requests: int | None) -> str | None:
+    """Return whether a peer cannot have read all of its dataset from the server."""
+    files = len(list((bench.bucket / lanes.peer_key(spec)).iterdir())) if spec.is_peer else 0
+    if requests is None or requests >= files:
+        return None
+    return f"it asked the server {requests} times for {files} files: something came out of a cache"
 
 
 def _partial_fault(truth: checks.Truth, spec: LaneSpec, ranks: list[dict[str, Any]]) -> str | None:
@@ -247,7 +287,7 @@ def _partial_fault(truth: checks.Truth, spec: LaneSpec, ranks: list[dict[str, An
 
 def _repeat(bench: _Bench, spec: LaneSpec) -> None:
     lane = bench.results[spec]
-    if lane.void:
+    if lane.void or (spec.is_peer and spec.is_long and _is_enough(lane, bench.pace)):
         return
     found = bench.run(spec)
     if "error" in found:
@@ -269,6 +309,12 @@ def _repeat(bench: _Bench, spec: LaneSpec) -> None:
         lane.more["fetched_bytes"] = found["fetched_bytes"]
 
 
+def _is_enough(lane: Lane, pace: _Pace) -> bool:
+    """Return whether a long lane has been measured often and long enough."""
+    spent_s = sum(lane.more["payload_bytes"] / 1e6 / mb_s for mb_s in lane.values)
+    return spent_s >= (pace.enough_s if len(lane.values) >= 2 else pace.once_s)
+
+
 # --- what was found -------------------------------------------------------------------------------------------------
 
 
@@ -277,35 +323,44 @@ def _section(bench: _Bench) -> Section:
 
 
 def ratios(results: dict[LaneSpec, Lane]) -> dict[str, Any]:
-    """Return ours against the best peer that stores the same elements, and against the ceiling, by workload."""
+    """Return ours against the best peer that stores the same elements, and against the ceiling, by workload.
+
+    Long lanes are compared with long ones; short ones, start-up included, under names with ``_with_start``.
+    """
     found: dict[str, Any] = {}
-    for source in SOURCES:
-        suffix = "" if source == "nginx" else f"_{source}"
+    for source, is_long in ((SOURCES[0], True), *((source, False) for source in SOURCES)):
+        suffix = ("" if is_long else "_with_start") + ("" if source == SOURCES[0] else f"_{source}")
         for workload in workloads.WORKLOADS:
-            here = [
-                (spec, lane)
+            place = (source, workload, is_long)
+            here = {
+                spec: lane
                 for spec, lane in results.items()
-                if (spec.source, spec.workload) == (source, workload) and not lane.void and lane.values
-            ]
-            ours = next((lane for spec, lane in here if spec.name == "taas"), None)
-            ceiling = next((lane for spec, lane in here if spec.name == "ceiling"), None)
-            same = [lane for spec, lane in here if spec.library in peers.LIBRARIES and spec.layout == "elements"]
-            samples = [lane for spec, lane in here if spec.is_peer and spec.layout == "samples"]
-            if ours is None:
-                continue
-            if same:
-                _put(found, f"mb_s_vs_best_peer{suffix}", workload, ours.median / max(one.median for one in same))
-                _put(found, f"cpu_vs_best_peer{suffix}", workload, _cpu(ours) / min(_cpu(one) for one in same))
-            if samples:
-                best = max(one.median for one in samples)
-                _put(found, f"mb_s_vs_best_peer_of_samples{suffix}", workload, ours.median / best)
-            if ceiling is not None:
-                _put(found, f"vs_ceiling_with_start{suffix}", workload, ours.median / ceiling.median)
-            steady = {spec.name.split(",")[0]: lane.median for spec, lane in here if spec.epochs > 1}
-            if {"taas", "ceiling"} <= steady.keys():
-                _put(found, "vs_ceiling_by_workload", workload, steady["taas"] / steady["ceiling"])
-    by_workload = found.get("vs_ceiling_by_workload", {})
-    found["vs_ceiling"] = min(by_workload.values()) if by_workload else None
+                if (spec.source, spec.workload, spec.is_long) == place and not lane.void and lane.values
+            }
+            for name, value in _compared(here).items():
+                _put(found, f"{name}{suffix}", workload, value)
+    if "vs_ceiling" in found:
+        found["vs_ceiling_by_workload"] = found.pop("vs_ceiling")
+    found["vs_ceiling"] = min(found.get("vs_ceiling_by_workload", {}).values(), default=None)
+    return found
+
+
+def _compared(here: dict[LaneSpec, Lane]) -> dict[str, float]:
+    """Return the ratios of lanes of one source, workload and length."""
+    by_name = {spec.name.partition(",")[0]: lane for spec, lane in here.items() if spec.nproc == lanes.RANKS}
+    ours, ceiling = by_name.get("taas"), by_name.get("ceiling")
+    same = [lane for spec, lane in here.items() if spec.library in peers.LIBRARIES and spec.layout == "elements"]
+    samples = [lane for spec, lane in here.items() if spec.is_peer and spec.layout == "samples"]
+    if ours is None:
+        return {}
+    found = {}
+    if same:
+        found["mb_s_vs_best_peer"] = ours.median / max(one.median for one in same)
+        found["cpu_vs_best_peer"] = _cpu(ours) / min(_cpu(one) for one in same)
+    if samples:
+        found["mb_s_vs_best_peer_of_samples"] = ours.median / max(one.median for one in samples)
+    if ceiling is not None:
+        found["vs_ceiling"] = ours.median / ceiling.median
     return found
 
 
@@ -329,8 +384,18 @@ def notes(bench: _Bench) -> list[str]:
         "plain with urllib3) from the same servers; local caches are in /dev/shm and empty at each start.",
         "An element of images, records and ragged is a sample: what peers store is the same in both ways. Of batches "
         "they store samples (and collate in the reader) or the collated elements.",
-        f"The ceiling is one process with as many threads as our feeder has fetches; vs_ceiling is that of {EPOCHS} "
-        "epochs (each read anew from the server), vs_ceiling_with_start that of one short epoch, connecting included.",
+        f"Lanes of {EPOCHS} epochs and {EPOCHS} times: ours reads its shards {EPOCHS} times, each byte anew from the "
+        f"server; a peer reads a dataset {EPOCHS} times as long: hard links to its shards, chunks or objects by other "
+        "names, all of which its index names. It asks for every file (a lane with fewer requests is void), and the "
+        "server needs no more memory than for ours.",
+        f"Local caches in long lanes hold {lanes.LONG_BYTES >> 20} MiB for the host, as ours: mosaicml-streaming by "
+        "cache_limit, litdata by max_cache_size (half for each rank's folder); webdataset and plain have none.",
+        f"plain reads {EPOCHS} times its short lane, fewer bytes than the others: what an object costs stays the same.",
+        "mb_s_vs_best_peer, cpu_vs_best_peer and vs_ceiling are of these long lanes; with _with_start of one short "
+        "epoch from nothing: connecting, indexing and the first use of memory included.",
+        f"A peer's long lane is repeated until it was measured for {bench.pace.enough_s:.0f} s, but twice (once where "
+        f"it takes {bench.pace.once_s:.0f} s); its setting is the best of trials of {bench.pace.tuning_s} s.",
+        "The ceiling is one process with as many threads as our feeder has fetches.",
         "torchvision and transformers are replaced by stand-ins, as mosaicml-streaming imports but does not use them.",
         *limits(bench.results),
     ]
@@ -359,18 +424,20 @@ def _limit(workload: str, here: dict[str, Lane], *, crc: float, cores: int) -> s
     least = served + _cpu(ceiling) + crc + _cpu(alone)
     feeder = statistics.median(ours.more["feeder_cpu_s_per_gb"])
     return (
-        f"Limit of {cores} cores, {workload}: nginx {served:.2f} + bare GET {_cpu(ceiling):.2f} + crc32 {crc:.2f} + "
-        f"the consumers' own copying {_cpu(alone):.2f} = {least:.2f} CPU s/GB, so at most {1000 * cores / least:.0f} "
+        f"Limit of {cores} cores, {workload}: nginx {served:.2f} + bare GET {_cpu(ceiling):.2f} + our crc32 {crc:.2f} "
+        f"+ the consumers' own copying {_cpu(alone):.2f} = {least:.2f} CPU s/GB, so at most {1000 * cores / least:.0f} "
         f"MB/s; ours took {_cpu(ours):.2f} (feeder {feeder:.2f}, ranks {_cpu(ours) - feeder:.2f}) beside the server, "
         f"and reached {ours.median:.0f} MB/s."
     )
 
 
 def _crc_s_per_gb() -> float:
-    data = bytes(1 << 26)
+    """Return what our checksum costs where our feeder takes it: of pieces that are in the processor's cache."""
+    piece, num_pieces, found = os.urandom(PIECE_BYTES), 4096, 0
     before = time.process_time()
-    zlib.crc32(data)
-    return (time.process_time() - before) / (len(data) / 1e9)
+    for _ in range(num_pieces):
+        found = crc32(piece, found)
+    return (time.process_time() - before) / (num_pieces * len(piece) / 1e9)
 
 
 def _shared_memory() -> set[Path]:

@@ -17,6 +17,7 @@ from taas_tasks.store import open_store
 SHARDS = 16
 RANKS = 2
 EPOCHS = 8  # what is steady: connecting, and filling memory for the first time, are a small part
+LONG_BYTES = prepared.CACHE_BYTES  # of a local cache in a long lane, for a host: as much as ours has
 PREFIX = "ours"
 ALONE = "consumers alone"
 PLAIN_OBJECTS = {"images": 320, "records": 1024, "ragged": 1024, "batches": 1024}
@@ -24,18 +25,23 @@ PLAIN_OBJECTS = {"images": 320, "records": 1024, "ragged": 1024, "batches": 1024
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer's users tune: loader workers per rank, and how far it downloads ahead."""
+    """What a peer's users tune: loader workers per rank, how far it downloads ahead, the local cache of the host."""
 
     workers: int
     ahead: int
+    cache_bytes: int | None = None  # None: without a limit, or without a cache
 
     def __str__(self) -> str:
-        return f"{self.workers} worker(s)" + (f", ahead {self.ahead}" if self.ahead else "")
+        told = [f"{self.workers} worker(s)", *([f"ahead {self.ahead}"] if self.ahead else [])]
+        return ", ".join(told + ([f"cache {self.cache_bytes >> 20} MiB"] if self.cache_bytes else []))
 
 
 @dataclass(frozen=True)
 class LaneSpec:
-    """One lane over one source. ``layout``: what is stored, "elements" or "samples"."""
+    """One lane over one source. ``layout``: what is stored, "elements" or "samples".
+
+    ``epochs``: we read the same shards so often, a peer reads a dataset so many times as long, once.
+    """
 
     name: str
     library: str  # of the zygote; "ours" for the ceiling
@@ -58,6 +64,15 @@ class LaneSpec:
         return self.library != "ours"
 
     @property
+    def is_long(self) -> bool:
+        return self.epochs > 1
+
+    @property
+    def passes(self) -> int:
+        """How often the same elements are delivered in order, one pass behind the other."""
+        return 1 if self.is_peer else self.epochs
+
+    @property
     def batch(self) -> int:
         """How many samples the reader collates; 0 where elements are stored."""
         return BATCH if self.layout == "samples" and WORKLOADS[self.workload].collated else 0
@@ -78,17 +93,19 @@ class LaneSpec:
         assert self.setting is not None
         message = self.batch or WORKLOADS[self.workload].message
         if self.library == "webdataset":
-            return checks.by_shards(shards=SHARDS, workers=self.setting.workers, message=message)
+            return checks.by_shards(shards=SHARDS * self.epochs, workers=self.setting.workers, message=message)
         if self.library == "litdata":
-            return checks.ascending(workers=self.setting.workers, message=message)
+            chunk = self.count // SHARDS if self.is_long else 0
+            return checks.ascending(workers=self.setting.workers, message=message, chunk=chunk)
         return checks.strided([[0], [1]], RANKS)
 
 
-def settings(library: str, count: int, *, quick: bool) -> list[Setting]:
+def settings(lane: LaneSpec, *, quick: bool) -> list[Setting]:
     """Return the settings of which the best is taken."""
-    workers = (0, 2) if quick else (0, 1, 2)
-    ahead = {"streaming": count // 4, "litdata": 4}.get(library, 0)
-    return [Setting(one, ahead) for one in workers]
+    workers = (0, 2) if quick or lane.is_long else (0, 1, 2)
+    ahead = {"streaming": lane.count // 4, "litdata": 4}.get(lane.library, 0)
+    cache_bytes = LONG_BYTES if lane.is_long and lane.library in ("streaming", "litdata") else None
+    return [Setting(one, ahead, cache_bytes) for one in workers]
 
 
 @dataclass
@@ -99,14 +116,19 @@ class Runner:
     sources: dict[str, Source]
     _number: int = field(default=0)
 
-    def members(self, lane: LaneSpec, *, verify: bool) -> tuple[list[dict[str, Any]], Path]:
-        """Return the members, and their folder, which is to be removed after the run."""
+    def members(
+        self, lane: LaneSpec, *, verify: bool, limit_s: float | None = None
+    ) -> tuple[list[dict[str, Any]], Path]:
+        """Return the members, and their folder, which is to be removed after the run.
+
+        A peer's ranks stop reading after ``limit_s``.
+        """
         self._number += 1
         folder = self.scratch / f"run-{self._number}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if lane.is_peer:
-            return self._peer(lane, folder, verify=verify), folder
+            return self._peer(lane, folder, verify=verify, limit_s=limit_s), folder
         if lane.name.startswith("ceiling"):
             return [{"reader": "ceiling", "given": self._ceiling(lane)}], folder
         if lane.name == ALONE:
@@ -139,7 +161,7 @@ class Runner:
         ]
         return [{"reader": "feed", "given": {"path": str(folder / "feeder.json")}, "service": True}, *ranks]
 
-    def _peer(self, lane: LaneSpec, folder: Path, *, verify: bool) -> list[dict[str, Any]]:
+    def _peer(self, lane: LaneSpec, folder: Path, *, verify: bool, limit_s: float | None) -> list[dict[str, Any]]:
         assert lane.setting is not None
         source = self.sources[lane.source]
         given = {
@@ -151,18 +173,23 @@ class Runner:
             "workload": lane.workload,
             "group": str(folder / "group"),
             "verify": verify,
+            "limit_s": limit_s,
             "source": {
                 "s3": f"s3://{source.config.bucket}/{peer_key(lane)}",
                 "cache": str(folder / "cache"),
                 "urls": str(self.urls_path(lane)),
                 "ahead": lane.setting.ahead,
+                "cache_bytes": lane.setting.cache_bytes,
+                "ranks": RANKS,
+                "count": lane.count,
                 "collated": WORKLOADS[lane.workload].collated and lane.layout == "elements",
             },
         }
         return [{"reader": "read", "given": {**given, "rank": rank}, "env": source.env()} for rank in range(RANKS)]
 
     def urls_path(self, lane: LaneSpec) -> Path:
-        return self.scratch / "urls" / f"{lane.source}-{lane.library}-{lane.workload}-{lane.layout}.json"
+        times = lane.epochs if lane.is_peer else 1
+        return self.scratch / "urls" / f"{lane.source}-{lane.library}-{lane.workload}-{lane.layout}-{times}.json"
 
     def sign(self, lane: LaneSpec, www: Path, shards: dict[str, list[tuple[str, int]]]) -> None:
         """Write the presigned URLs that a lane reads, before anything is measured."""
@@ -180,4 +207,4 @@ class Runner:
 
 def peer_key(lane: LaneSpec) -> str:
     """Return the prefix of a peer's dataset."""
-    return f"peers/{lane.library}/{lane.workload}-{lane.layout}"
+    return f"peers/{lane.library}/{lane.workload}-{lane.layout}" + (f"-{lane.epochs}-times" if lane.is_long else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
@@ -64,8 +65,9 @@ def read(
     workload: str,
     group: str,
     verify: bool,
+    limit_s: float | None,
 ) -> Callable[[], dict[str, Any]]:
-    """Prepare a rank of a peer's lane."""
+    """Prepare a rank of a peer's lane; it stops after ``limit_s``, and tells how long it read."""
     sink = Sink() if not verify else _BatchWitness() if batch else Witness()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     if library in ("streaming", "litdata"):
@@ -77,11 +79,19 @@ def read(
         loading["num_workers"] = workers
         if workers:
             loading |= {"prefetch_factor": _PREFETCH, "worker_init_fn": _die_with_rank}
+        began = time.monotonic()
         loader = opened(source, workload, rank, loading)
         for one in loader if batch else _each(loader):
             sink.take(one)
+            if limit_s is not None and time.monotonic() - began > limit_s:
+                break
         seen = {"seen": sink.seen} if isinstance(sink, Witness) else {}
-        return {"elements": sink.num_elements, "bytes": sink.num_bytes, **seen}
+        return {
+            "elements": sink.num_elements,
+            "bytes": sink.num_bytes,
+            "reading_s": time.monotonic() - began,
+            **seen,
+        }
 
     return run
 
@@ -109,6 +119,7 @@ def _open_streaming(source: dict[str, Any], workload: str, rank: int, loading: d
         batch_size=loading["batch_size"],
         num_canonical_nodes=1,
         predownload=source["ahead"] * loading["batch_size"],
+        cache_limit=source["cache_bytes"],
     )
     return DataLoader(dataset, **loading)
 
@@ -130,6 +141,7 @@ def _open_litdata(source: dict[str, Any], workload: str, rank: int, loading: dic
         drop_last=True,
         storage_options=options,
         max_pre_download=source["ahead"],
+        max_cache_size=source["cache_bytes"] and source["cache_bytes"] // source["ranks"],  # of this rank's folder
     )
     found: Iterable[Any] = StreamingDataLoader(dataset, **loading)
     return found
@@ -146,7 +158,8 @@ def _open_webdataset(source: dict[str, Any], workload: str, rank: int, loading: 
 
 
 def _open_plain(source: dict[str, Any], workload: str, rank: int, loading: dict[str, Any]) -> Iterable[Any]:
-    return DataLoader(_Objects(json.loads(Path(source["urls"]).read_text()), workload, rank), **loading)
+    urls = json.loads(Path(source["urls"]).read_text())
+    return DataLoader(_Objects(urls, workload, rank, count=source["count"]), **loading)
 
 
 _OPEN = {"streaming": _open_streaming, "litdata": _open_litdata, "webdataset": _open_webdataset, "plain": _open_plain}
@@ -176,10 +189,13 @@ class _Decode:
 
 
 class _Objects(Dataset[Any]):
-    """One object per sample, by kept-alive connections; rank r has the samples r, r + 2, ..."""
+    """One object per sample, by kept-alive connections; rank r has the objects r, r + 2, ...
 
-    def __init__(self, urls: list[str], workload: str, rank: int) -> None:
-        self._urls, self._workload, self._rank = urls, workload, rank
+    ``count``: of different samples; of more objects, the later ones are the same samples again.
+    """
+
+    def __init__(self, urls: list[str], workload: str, rank: int, *, count: int) -> None:
+        self._urls, self._workload, self._rank, self._count = urls, workload, rank, count
         self._pool: Any = None
 
     def __len__(self) -> int:
@@ -193,7 +209,7 @@ class _Objects(Dataset[Any]):
         answer = self._pool.request("GET", self._urls[index])
         if answer.status != 200:
             raise RuntimeError(f"{self._urls[index]}: status {answer.status}")
-        return _from_object(self._workload, index, answer.data)
+        return _from_object(self._workload, index % self._count, answer.data)
 
 
 def _from_object(workload: str, index: int, data: bytes) -> Element:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     workloads = list(dict.fromkeys(one["workload"] for one in lanes))
     sources = list(dict.fromkeys(one["source"] for one in lanes))
     shape = (max(1, len(workloads)), max(1, len(sources)))
-    figure, axes = plt.subplots(*shape, figsize=(6 * shape[1], 2.4 * shape[0]), squeeze=False)
+    panels = Counter((one["workload"], one["source"]) for one in lanes)
+    height = 0.6 + 0.17 * max(panels.values(), default=0)
+    figure, axes = plt.subplots(*shape, figsize=(6 * shape[1], height * shape[0]), squeeze=False)
     for row, workload in enumerate(workloads):
         for column, source in enumerate(sources):
             own = [one for one in lanes if (one["workload"], one["source"]) == (workload, source)]

@@ -104,3 +104,35 @@ def test_second_pass_with_a_wrong_element_is_found() -> None:
     faults = [checks.fault(truth(), one, checks.strided([[0], [1]], 2)) for one in checks.passes(both, 2)]
     assert faults[0] is None
     assert "wrong contents" in (faults[1] or "")
+
+
+def repeated(times: int) -> Truth:
+    return Truth(truth().elements * times)
+
+
+def test_longer_dataset_delivers_every_element_as_often_as_it_is_stored() -> None:
+    ranks = [rank * 3 for rank in delivered()]
+    assert checks.fault(repeated(3), ranks, checks.strided([[0], [1]], 2)) is None
+    fewer = [rank[:-1] for rank in ranks]
+    assert "2 of 48 elements are missing" in (checks.fault(repeated(3), fewer, checks.strided([[0], [1]], 2)) or "")
+    more = [rank + rank[:1] for rank in ranks]
+    assert "2 element(s) came more than once" in (checks.fault(repeated(3), more, checks.strided([[0], [1]], 2)) or "")
+
+
+def test_one_element_instead_of_another_is_missing_in_a_longer_dataset() -> None:
+    ranks = [rank * 3 for rank in delivered()]
+    ranks[0][8] = ranks[0][9]
+    assert "1 of 48 elements are missing" in (checks.fault(repeated(3), ranks, checks.strided([[0], [1]], 2)) or "")
+
+
+def test_share_may_begin_anew_only_behind_a_whole_chunk_and_with_a_whole_chunk() -> None:
+    order = checks.ascending(workers=1, message=4, chunk=4)
+    ids = [(index,) for index in range(_COUNT)]
+    assert order(repeated(2), [ids + ids[:8], ids[8:]]) is None
+    for wrong in (ids + ids[1:8], ids[:-1] + ids[:8], ids[:4] + [ids[6], ids[5], ids[7]]):
+        assert "ascending" in (order(repeated(2), [wrong, ids[8:]]) or "")
+
+
+def test_dataset_that_does_not_repeat_itself_never_begins_anew() -> None:
+    ids = [(index,) for index in range(_COUNT)]
+    assert "ascending" in (checks.ascending(workers=1, message=4)(truth(), [ids[8:] + ids[:8], []]) or "")
