@@ -17,6 +17,7 @@
     |-- LaunchError
     |   |-- HostUnreachable   the transport cannot reach the host (a retry can help)
     |   |-- HostRefused       the host may not or cannot be used as it is described: its key, the login, its python
+    |   |-- RequirementsFailed  pip could not install a request's requirements on a host
     |   |-- NoCapacity        not enough free hosts of the flavor now (a retry can help)
     |   |-- JobFailed         a job on a host ended badly; carries the verdict
     |   |   |-- JobLost       its supervisor died (a retry can help)
@@ -130,6 +131,10 @@ class HostUnreachable(LaunchError):
 
 class HostRefused(LaunchError):
     """The host may not or cannot be used as inventory and connection describe it: somebody must mend one of them."""
+
+
+class RequirementsFailed(LaunchError):
+    """The request's requirements cannot be installed on a host; the message has pip's last lines."""
 
 
 class NoCapacity(LaunchError):

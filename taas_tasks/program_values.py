@@ -5,7 +5,8 @@ An outcome goes the other way (``outcome.json``); docs/architecture.md lists bot
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
 from pydantic import ConfigDict
 
@@ -25,6 +26,15 @@ class ProgramInput(Value):
     generation: int
     host: str
     host_root: str
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the input that a job was given, with the paths of what lies beside it made whole."""
+        given = cls.model_validate_json(path.read_bytes())
+        if given.store.credentials_path is None:
+            return given
+        beside = str(path.parent / given.store.credentials_path)
+        return given.model_copy(update={"store": given.store.model_copy(update={"credentials_path": beside})})
 
 
 class InspectInput(ProgramInput):

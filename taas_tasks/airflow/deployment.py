@@ -69,7 +69,7 @@ def as_on_hosts(store: StoreConfig) -> StoreConfig:
     if store.session_token is None:
         return store
     keys: dict[str, str | None] = {"access_key": None, "secret_key": None, "session_token": None}
-    return store.model_copy(update={**keys, "credentials_path": f"{{job}}/{_KEYS_FILE}"})
+    return store.model_copy(update={**keys, "credentials_path": _KEYS_FILE})
 
 
 def key_files(store: StoreConfig) -> dict[str, str]:

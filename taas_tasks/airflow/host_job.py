@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from pydantic import JsonValue
@@ -19,9 +20,12 @@ from taas.errors import HostUnreachable
 from taas_tasks.airflow.job_watch import LEASE_S, JobWatch, went_well
 from taas_tasks.airflow.scope import Scope
 from taas_tasks.compute import jobs as on_host
+from taas_tasks.compute import program_start
+from taas_tasks.compute.engine import engine
 from taas_tasks.compute.inventory import Host
 from taas_tasks.compute.job import JobSpec, JobState, job_id
 from taas_tasks.compute.transport import Transport
+from taas_tasks.layout import HostPaths
 from taas_tasks.store import ObjectStore
 from taas_tasks.values import JobRecord, PlacedJob, Placement
 
@@ -211,16 +215,39 @@ def program_spec(
     env: Mapping[str, str],
     owner: str,
     timeout_s: float,
+    requirements: Sequence[str] = (),
 ) -> JobSpec:
-    """Return the job that runs one of our programs on a host; its input and ``files`` travel as 0600 files."""
+    """Return the job that runs one of our programs on a host; its input and ``files`` travel as 0600 files.
+
+    A program that needs nothing made before it is started as it is; ``program_start`` starts the others.
+    """
+    argv, start = [host.python, "-m", module, "{job}/input.json"], {}
+    if requirements or host.transport == "ssh":
+        argv = [host.python, "-I", str(_program_start(host)), "{job}"]
+        start = {program_start.START_FILE: _start_file(module, host, requirements)}
     return JobSpec(
         job_id=job.job_id,
         owner=owner,
-        argv=[host.python, "-m", module, "{job}/input.json"],
+        argv=argv,
         env={"PYTHONUNBUFFERED": "1", **host.env, **env},
-        files={**files, "input.json": input_json},
+        files={**files, **start, "input.json": input_json},
         timeout_s=timeout_s,
         lease_s=LEASE_S,
         slots_owner=job.job_id,
         kill_grace_s=10,
     )
+
+
+def _engine_on(host: Host) -> Path | None:
+    """Return where our code lies on a host that has not installed it."""
+    return HostPaths(Path(host.root)).engine(engine().digest) if host.transport == "ssh" else None
+
+
+def _program_start(host: Host) -> Path:
+    on_host, here = _engine_on(host), Path(program_start.__file__)
+    return here if on_host is None else on_host / "taas_tasks" / "compute" / here.name
+
+
+def _start_file(module: str, host: Host, requirements: Sequence[str]) -> str:
+    envs = HostPaths(Path(host.root)).envs
+    return program_start.start_file(module, envs=envs, requirements=requirements, engine=_engine_on(host))

@@ -65,6 +65,7 @@ class Order:
         inputs: Gives the input of a node, from the placement and its rank; called just before the start.
         timeout_s: For how long the jobs may run.
         env: Gives the environment of the program; called just before the start, as it may hold secrets.
+        requirements: Packages that the program's environment has besides those of the host.
         stopped_by: Task ids; when one of them has failed for good (or a state of ``stopped_by_states``), the jobs end.
     """
 
@@ -74,6 +75,7 @@ class Order:
     inputs: Callable[[Placement, int], BaseModel]
     timeout_s: float
     env: Callable[[], Mapping[str, str]] = dict
+    requirements: Sequence[str] = ()
     stopped_by: Sequence[str] = ()
     stopped_by_states: Sequence[str] = ("failed", "upstream_failed")
 
@@ -193,6 +195,7 @@ class HostJobTask(ABC):
                 files=key_files(work.deployment.store),
                 owner=work.scope.owner,
                 timeout_s=order.timeout_s,
+                requirements=order.requirements,
             )
 
         return make_spec

@@ -62,6 +62,7 @@ class InspectTask(HostJobTask):
             inputs,
             _INSPECT_TIMEOUT_S,
             env=lambda: loader_environment(request),
+            requirements=request.requirements,
         )
 
     def succeeded(self, work: Work, placement: Placement) -> None:
@@ -103,6 +104,7 @@ class PrepareTask(HostJobTask):
             inputs,
             _PREPARE_TIMEOUT_S,
             env=lambda: loader_environment(pinned.request),
+            requirements=pinned.request.requirements,
             stopped_by=("gate", "train"),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from taas.errors import JobTimeout, LaunchError, RankFailed, TaasError
+from taas.errors import HostRefused, JobTimeout, LaunchError, RankFailed, RequirementsFailed, TaasError
 from taas_tasks.airflow.host_job_task import HostJobTask, Order, Work, hosts_of
 from taas_tasks.airflow.program_inputs import common_input
 from taas_tasks.airflow.secret_values import resolve_secrets
@@ -89,6 +89,7 @@ class TrainTask(HostJobTask):
             module="taas_tasks.launch.agent_program",
             inputs=inputs,
             timeout_s=request.timeout_s + _STARTING_S,
+            requirements=request.requirements,
             stopped_by=("prepare",) if plan.loaders else (),
             stopped_by_states=("failed", "upstream_failed", "skipped"),
         )
@@ -112,8 +113,11 @@ class TrainTask(HostJobTask):
     def failed(self, work: Work, placement: Placement, error: TaasError) -> TaasError:
         """Return the verdict over all nodes: the first failing rank, its host and cause; the jobs' own ends else.
 
-        An agent that was ended for its timeout tells of a stop only, the job's own end says why.
+        An agent that was ended for its timeout tells of a stop only, the job's own end says why; one whose host could
+        not give it what it needs never came to leave a result.
         """
+        if isinstance(error, (HostRefused, RequirementsFailed)):
+            return error
         result = gather(work.store, work.scope.run, generation=placement.generation, nnodes=len(placement.jobs))
         verdict = launch_error(result)
         if verdict is None or (isinstance(error, JobTimeout) and not isinstance(verdict, RankFailed)):

@@ -20,7 +20,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 class JobSpec(Value):
     """One job: a command, its environment and its input files.
 
-    In ``argv``, ``env``, ``files`` and ``cwd`` the text ``{job}`` stands for the job's folder. Everything else is plain
+    In ``argv`` and ``cwd`` the text ``{job}`` stands for the job's folder. Everything else is plain
     data: no shell ever sees it. ``env`` and ``files`` may be secret: they travel in 0600 files, never in argv, are not
     in ``repr``, and are wiped from the host when the job has ended. The process gets ``env`` exactly, besides PATH,
     HOME, LANG and TMPDIR of the host, ``TAAS_JOB_ID`` and ``TAAS_JOB_DIR``.

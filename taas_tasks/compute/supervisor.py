@@ -128,7 +128,7 @@ class Supervisor:
             os.mkfifo(fifo, 0o600)
         self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         for name, text in self.spec["files"].items():
-            ps.write_text(self.folder / name, self.filled(text))
+            ps.write_text(self.folder / name, text)
         self.state["supervisor"] = [os.getpid(), getattr(ps.read_process(os.getpid()), "start", 0)]
         ps.write_json(self.folder / "state.json", self.state)
 
@@ -170,8 +170,7 @@ class Supervisor:
     def environment(self) -> dict[str, str]:
         """Return the command's environment."""
         kept = {name: os.environ[name] for name in ps.KEPT_VARIABLES if name in os.environ}
-        given = {name: self.filled(value) for name, value in self.spec["env"].items()}
-        return {**kept, **given, "TAAS_JOB_ID": self.spec["job_id"], "TAAS_JOB_DIR": str(self.folder)}
+        return {**kept, **self.spec["env"], "TAAS_JOB_ID": self.spec["job_id"], "TAAS_JOB_DIR": str(self.folder)}
 
     def _become_command(self) -> None:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):

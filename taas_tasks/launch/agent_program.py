@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, _tell)
     # torch's agent would put its own handlers in the place of ours; it must be told some signal.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    path = Path(argv[0])
+    path = Path(argv[0]).resolve()
     outcome = _outcome(path)
     write_json(path.with_name("outcome.json"), json.dumps(outcome))
     return 0 if outcome["ok"] else 1
@@ -69,7 +69,7 @@ def _tell(number: int, frame: FrameType | None) -> None:
 
 def _outcome(path: Path) -> dict[str, Any]:
     try:
-        given = AgentInput.model_validate_json(path.read_bytes())
+        given = AgentInput.read(path)
         return {"ok": True, "result": run(given, open_store(given.store))}
     except TaasError as error:
         _log.error("%s", error)

@@ -48,7 +48,7 @@ def run_program(argv: list[str], kind: type[Input], run: Run[Input]) -> int:
 
 def _outcome(path: Path, kind: type[Input], run: Run[Input], folder: Path) -> dict[str, Any]:
     try:
-        given = kind.model_validate_json(path.read_bytes())
+        given = kind.read(path)
         folder.mkdir(exist_ok=True)
         return {"ok": True, "result": run(given, open_store(given.store), folder)}
     except TaasError as error:

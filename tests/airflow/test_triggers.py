@@ -161,7 +161,7 @@ def test_jobs_are_given_session_credentials_anew_and_those_of_other_jobs_nothing
 def test_a_store_with_session_credentials_is_told_to_jobs_by_a_file():
     store = StoreConfig(bucket="b", access_key="a", secret_key="k", session_token="t")
     told = as_on_hosts(store)
-    assert told.credentials_path == "{job}/store-keys.json"
+    assert told.credentials_path == "store-keys.json"
     assert not {"a", "k", "t"} & {told.access_key, told.secret_key, told.session_token}
     assert json.loads(key_files(store)["store-keys.json"]) == {
         "access_key": "a", "secret_key": "k", "session_token": "t",
