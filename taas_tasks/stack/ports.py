@@ -9,6 +9,7 @@ LOOPBACK = "127.0.0.1"
 # Below Linux's range of ports for outgoing connections (32768 and up): none of those can take a port between our look
 # and the server's start.
 _FIRST, _LAST = 15000, 22000
+_random = random.SystemRandom()  # processes that seed ``random`` alike must not look for the same ports
 
 
 def is_free(port: int) -> bool:
@@ -30,7 +31,7 @@ def free_port(*, taken: set[int], companion: int = 0) -> int:
         OSError: 1000 ports at random were all in use.
     """
     for _ in range(1000):
-        port = random.randint(_FIRST, _LAST)
+        port = _random.randint(_FIRST, _LAST)
         wanted = {port, port + companion}
         if not wanted & taken and all(is_free(each) for each in wanted):
             taken |= wanted

@@ -18,6 +18,7 @@ from taas_tasks.values import StoreConfig
 _MAY_DO_ALL = json.dumps(
     {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": ["s3:*"], "Resource": ["arn:aws:s3:::*"]}]}
 )
+_ATTEMPTS = 3
 
 
 @dataclass
@@ -80,12 +81,29 @@ class S3Server:
 
 @contextmanager
 def running_s3_server(folder: Path) -> Iterator[S3Server]:
-    ports = seaweed.SeaweedPorts.find(set())
-    config = seaweed.store_config(ports, access_key=secrets.token_hex(8), secret_key=secrets.token_hex(16))
-    server = S3Server(ports, config, folder)
+    server = _started(folder)
     try:
-        server.start()
-        assert processes.wait_until(lambda: seaweed.is_writable(config), timeout_s=20), processes.tail(server.log)
+        assert processes.wait_until(lambda: seaweed.is_writable(server.config), timeout_s=20), processes.tail(
+            server.log
+        )
         yield server
     finally:
         server.stop()
+
+
+def _started(folder: Path) -> S3Server:
+    """Start a server; on other ports when someone took one of them meanwhile."""
+    for attempt in range(_ATTEMPTS):
+        ports = seaweed.SeaweedPorts.find(set())
+        config = seaweed.store_config(ports, access_key=secrets.token_hex(8), secret_key=secrets.token_hex(16))
+        server = S3Server(ports, config, folder / f"try-{attempt}")
+        server.folder.mkdir(parents=True)
+        try:
+            server.start()
+        except BaseException as error:
+            server.stop()
+            if attempt == _ATTEMPTS - 1 or not isinstance(error, AssertionError):
+                raise
+        else:
+            return server
+    raise AssertionError("unreachable")
