@@ -70,7 +70,8 @@ class SshTransport:
             if self._num_shipped != num_shipped:
                 return
             data = unpack.shipment(self._engine, engine().archive)
-            self._answer("engine", self._run("engine", _SHIP, self._python, unpack.EXEC, data=data))
+            done = self._run("engine", _SHIP, self._python, unpack.EXEC, data=data)
+            self._answer("engine", done, refusal=HostRefused)
             self._num_shipped += 1
 
     def _run(self, verb: str, script: str, *args: str, data: bytes) -> Done:
@@ -91,7 +92,7 @@ class SshTransport:
                 ) from error
         raise AssertionError("unreachable")
 
-    def _answer(self, verb: str, done: Done) -> dict[str, Any]:
+    def _answer(self, verb: str, done: Done, *, refusal: type[LaunchError] = LaunchError) -> dict[str, Any]:
         if done.exit_code in _NO_PYTHON:
             raise HostRefused(
                 f"{self._address.place} has no python at {self._python!r}: {_tail(done)}; install it, or mend `python` "
@@ -101,7 +102,8 @@ class SshTransport:
         try:
             return parse_reply(verb, done.stdout, done.stderr)
         except LaunchError as error:
-            raise type(error)(f"{self._address.place}: {error.message}", **error.fields) from error
+            kind = type(error) if error.retryable else refusal
+            raise kind(f"{self._address.place}: {error.message}", **error.fields) from error
 
 
 def _tail(done: Done) -> str:

@@ -149,12 +149,12 @@ class Connection:
                     channel = self._transport.open_session(timeout=self._patience.open_s)
                     channel.exec_command(command)
                 return channel
-            except paramiko.ChannelException as error:  # it allows fewer sessions than we have
-                if time.monotonic() >= give_up:
-                    raise TimeoutError(f"the host opens no other session: {error}") from error
-                time.sleep(0.1)
             except (paramiko.SSHException, EOFError, OSError) as error:
-                raise ConnectionDied(f"no command could be started: {_words(error)}") from error
+                if not self.lives or time.monotonic() >= give_up:
+                    raise ConnectionDied(f"no command could be started: {_words(error)}") from error
+                # It has fewer sessions than we want. That is a ChannelException, which paramiko may tell to another
+                # thread than the one that was refused.
+                time.sleep(random.uniform(0.05, 0.2))
 
     def _talk(self, channel: paramiko.Channel, data: bytes, deadline: float) -> Done:
         with _limit(self._patience.call_s + 1, self.close):  # a full socket is waited for without an end

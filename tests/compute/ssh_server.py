@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,15 @@ import asyncssh
 
 from taas_tasks.compute.ssh import Patience, SshAddress, SshTransport, close_connections
 
-KINDS = {"ssh-ed25519": "ssh-ed25519", "ecdsa-sha2-nistp256": "ecdsa-sha2-nistp256", "ssh-rsa": "ssh-rsa"}
 CLIENT_KEY = asyncssh.generate_private_key("ssh-ed25519")
 HOST_KEY = asyncssh.generate_private_key("ssh-ed25519")
 USER = "trainer"
 
 
 def private(key: asyncssh.SSHKey, passphrase: str | None = None) -> str:
-    return key.export_private_key(passphrase=passphrase).decode()
+    return key.export_private_key(
+        passphrase=passphrase, **({"rounds": 1, "ignore_few_rounds": True} if passphrase else {})
+    ).decode()
 
 
 def public(key: asyncssh.SSHKey) -> str:
@@ -33,12 +34,19 @@ class SshServer:
     """A context manager. What it saw is in ``logins`` and ``commands``; the flags say how it behaves from now on."""
 
     def __init__(
-        self, *, host_key: asyncssh.SSHKey = HOST_KEY, port: int = 0, environment: dict[str, str] | None = None
+        self,
+        *,
+        host_key: asyncssh.SSHKey = HOST_KEY,
+        more_host_keys: Sequence[asyncssh.SSHKey] = (),
+        user_key: str = "",
     ) -> None:
         self.host_key = host_key
-        self.port = port
-        self.environment = environment or {}
+        self.host_keys = [host_key, *more_host_keys]
+        self.user_key = user_key or public(CLIENT_KEY)
+        self.port = 0
         self.logins = 0
+        self.num_connections = 0
+        self.most_sessions = 0
         self.commands: list[str] = []
         self.noise = b""
         self.silent_after = float("inf")  # commands
@@ -74,6 +82,7 @@ class SshServer:
             def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
                 self.conn = conn
                 server._connections.add(conn)
+                server.num_connections += 1
                 if server.drop_logins > 0:
                     server.drop_logins -= 1
                     conn.abort()
@@ -88,7 +97,7 @@ class SshServer:
                 return True
 
             def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
-                return username == USER and public(key) == public(CLIENT_KEY)
+                return username == USER and public(key) == server.user_key
 
             def auth_completed(self) -> None:
                 server.logins += 1
@@ -97,14 +106,17 @@ class SshServer:
                 if server._sessions >= server.max_sessions:
                     raise asyncssh.ChannelOpenError(asyncssh.OPEN_CONNECT_FAILED, "no more sessions")
                 server._sessions += 1
+                server.most_sessions = max(server.most_sessions, server._sessions)
                 return asyncssh.SSHServerProcess(server._serve, None, 3, False)
 
+        self._closing = asyncio.Event()
         self._listener = await asyncssh.create_server(
-            Door, "127.0.0.1", self.port, server_host_keys=[self.host_key], encoding=None, reuse_address=True
+            Door, "127.0.0.1", self.port, server_host_keys=self.host_keys, encoding=None, reuse_address=True
         )
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
+        self._closing.set()
         self._listener.close()
         for connection in list(self._connections):
             connection.abort()
@@ -119,13 +131,13 @@ class SshServer:
         try:
             self.commands.append(process.command)
             if len(self.commands) > self.silent_after:
-                await asyncio.sleep(3600)
+                await self._closing.wait()
             await self._execute(process)
         finally:
             self._sessions -= 1
 
     async def _execute(self, process: Any) -> None:
-        environment = {"PATH": os.environ["PATH"], "HOME": "/", **self.environment}
+        environment = {"PATH": os.environ["PATH"], "HOME": "/"}
         pipe = asyncio.subprocess.PIPE
         child = await asyncio.create_subprocess_exec(
             "/bin/sh", "-c", process.command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd="/"
@@ -169,7 +181,7 @@ class SshServer:
 
 
 @contextlib.contextmanager
-def silent_port(answer: Callable[[socket.socket], None] | None = None) -> Iterator[int]:
+def silent_port() -> Iterator[int]:
     """A port that takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
