@@ -25,6 +25,7 @@ from taas_tasks.compute.engine import engine
 from taas_tasks.compute.inventory import Host
 from taas_tasks.compute.job import JobSpec, JobState, job_id
 from taas_tasks.compute.transport import Transport
+from taas_tasks.compute.variables import merged
 from taas_tasks.layout import HostPaths
 from taas_tasks.store import ObjectStore
 from taas_tasks.values import JobRecord, PlacedJob, Placement
@@ -229,7 +230,7 @@ def program_spec(
         job_id=job.job_id,
         owner=owner,
         argv=argv,
-        env={"PYTHONUNBUFFERED": "1", **host.env, **env},
+        env=merged({"PYTHONUNBUFFERED": "1", **host.env}, env),
         files={**files, **start, "input.json": input_json},
         timeout_s=timeout_s,
         lease_s=LEASE_S,

@@ -1,6 +1,6 @@
 """The verbs of a host: ``python3 -I -S hostctl.py VERB`` with JSON on standard input and one line of JSON on output.
 
-Standard library only, Python >= 3.9: copied to bare hosts with the other files of ``transport.HOST_FILES``. The local
+Standard library only, Python >= 3.9: runs on hosts, beside the other files of ``transport.HOST_FILES``. The local
 transport calls ``call`` in process. Input: ``{"root", "python", "payload"}``. Output: ``{"ok": answer}`` or
 ``{"error": {"kind": "refused" | "failed", "message"}}``. Every verb may be repeated.
 

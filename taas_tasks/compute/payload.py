@@ -1,6 +1,6 @@
 """What a verb may be asked: payloads are checked here before anything is done.
 
-Standard library only, Python >= 3.9: copied to bare hosts with the other files of ``transport.HOST_FILES``.
+Standard library only, Python >= 3.9: runs on hosts, beside the other files of ``transport.HOST_FILES``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files, clocks and processes of a host: what the supervisor and hostctl share.
 
-Standard library only, Python >= 3.9: copied to bare hosts with the other files of ``transport.HOST_FILES``.
+Standard library only, Python >= 3.9: runs on hosts, beside the other files of ``transport.HOST_FILES``.
 """
 
 from __future__ import annotations

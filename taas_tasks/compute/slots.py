@@ -5,7 +5,7 @@ job lives it stays taken whatever the deadline. Who is refused gets a ticket, ke
 an earlier one goes first. Tickets are ordered by ``asked_at``, which a gang gives the same on all its hosts: so two
 gangs never wait for each other.
 
-Standard library only, Python >= 3.9: copied to bare hosts with the other files of ``transport.HOST_FILES``.
+Standard library only, Python >= 3.9: runs on hosts, beside the other files of ``transport.HOST_FILES``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs one job to its end on a host: ``python -I -S supervisor.py JOB``, where JOB is the job's folder.
 
-Standard library only, Python >= 3.9: copied to bare hosts with the other files of ``transport.HOST_FILES``.
+Standard library only, Python >= 3.9: runs on hosts, beside the other files of ``transport.HOST_FILES``.
 ``hostctl start`` writes ``JOB/spec.json`` and starts this program; from then on they speak through files in the folder:
 
     lock            flock: whoever holds it is the supervisor (or is burying the job)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from taas_tasks.launch.environment import merged, rank_environment
+from taas_tasks.compute.variables import merged
+from taas_tasks.launch.environment import rank_environment
 
 
 def environment(host_env: dict[str, str], **given: Any) -> dict[str, str]:
