@@ -25,7 +25,7 @@ from taas_tasks.store.http_reader import _HOT_BYTES as PIECE_BYTES
 
 SOURCES = ("nginx", "seaweedfs")
 _WRITE_S = 240
-_RUN_S, _LONG_RUN_S = 90.0, 240.0
+_RUN_S, _LONG_RUN_S, _TRIAL_S = 90.0, 240.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class _Bench:
         members, folder = self.runner.members(lane, verify=verify, limit_s=reading_s)
         source = self.runner.sources[lane.source]
         before, server_s = source.requests(), source.cpu_s()
-        found = self.zygotes[lane.library].run(members, limit_s=_LONG_RUN_S if lane.is_long else _RUN_S)
+        limit_s = _TRIAL_S if reading_s is not None else _LONG_RUN_S if lane.is_long else _RUN_S
+        found = self.zygotes[lane.library].run(members, limit_s=limit_s)
         after = source.requests()
         found["requests"] = None if before is None or after is None else after - before - 1
         found["server_cpu_s"] = source.cpu_s() - server_s

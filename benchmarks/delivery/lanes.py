@@ -14,7 +14,7 @@ from benchmarks.delivery.workloads import BATCH, WORKLOADS
 from taas_tasks.delivery.feeder import _MAX_FETCHES as FETCHES
 from taas_tasks.store import open_store
 
-SHARDS = 16
+SHARDS = 4  # of a peer's dataset, one for each of two loader workers of a rank: with 8 or 16 all peers are slower
 RANKS = 2
 EPOCHS = 8  # what is steady: connecting, and filling memory for the first time, are a small part
 LONG_BYTES = prepared.CACHE_BYTES  # of a local cache in a long lane, for a host: as much as ours has

@@ -85,15 +85,20 @@ def read(
             sink.take(one)
             if limit_s is not None and time.monotonic() - began > limit_s:
                 break
+        reading_s = time.monotonic() - began
+        if limit_s is not None:
+            _await_others(Path(group).parent, rank, ranks)
         seen = {"seen": sink.seen} if isinstance(sink, Witness) else {}
-        return {
-            "elements": sink.num_elements,
-            "bytes": sink.num_bytes,
-            "reading_s": time.monotonic() - began,
-            **seen,
-        }
+        return {"elements": sink.num_elements, "bytes": sink.num_bytes, "reading_s": reading_s, **seen}
 
     return run
+
+
+def _await_others(folder: Path, rank: int, ranks: int) -> None:
+    """Stay until all have stopped: ranks of mosaicml-streaming wait for what another one has begun to download."""
+    (folder / f"stopped-{rank}").touch()
+    while not all((folder / f"stopped-{one}").exists() for one in range(ranks)):
+        time.sleep(0.01)
 
 
 def _die_with_rank(_: int) -> None:
