@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from taas.errors import TaasError
-from taas_tasks.stack.stack import Stack
+from taas_tasks.compute.inventory import Inventory
+from taas_tasks.stack.stack import Stack, StackError
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
@@ -22,6 +23,15 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--root", type=Path, default=Path("var/stack"), help="the folder of everything (var/stack)")
     parser.add_argument("--hosts-gpu", type=int, default=4, help="emulated g2.8 machines (4)")
     parser.add_argument("--hosts-cpu", type=int, default=8, help="emulated c1.4 machines (8)")
+    parser.add_argument(
+        "--inventory",
+        type=Path,
+        help="JSON of the hosts, instead of emulated ones; their connections (type ssh) are"
+        " Airflow's own, or AIRFLOW_CONN_... variables of this command's environment",
+    )
+    parser.add_argument(
+        "--s3-address", help="an address of this machine where the hosts reach the S3 server (127.0.0.1)"
+    )
     parser.add_argument("--dags", type=Path, help="another DAG folder")
     parser.add_argument("--plugins", type=Path, help="another plugins folder")
     parser.add_argument("--json", action="store_true", help="status as JSON")
@@ -33,19 +43,36 @@ def main(argv: list[str], env: Mapping[str, str]) -> int:
     asked = _arguments(argv)
     # An Airflow set up elsewhere must not show through.
     clean = {name: value for name, value in env.items() if not name.startswith(("AIRFLOW", "TAAS_"))}
-    stack = Stack(
-        asked.root,
-        hosts_gpu=asked.hosts_gpu,
-        hosts_cpu=asked.hosts_cpu,
-        dags=asked.dags,
-        plugins=asked.plugins,
-        env=clean,
-    )
     try:
+        inventory = _read_inventory(asked.inventory) if asked.inventory else None
+        stack = Stack(
+            asked.root,
+            hosts_gpu=asked.hosts_gpu,
+            hosts_cpu=asked.hosts_cpu,
+            inventory=inventory.model_dump(exclude_defaults=True) if inventory else None,
+            connections=_connections(inventory, env) if inventory else None,
+            s3_address=asked.s3_address,
+            dags=asked.dags,
+            plugins=asked.plugins,
+            env=clean,
+        )
         return {"up": _up, "down": _down, "status": _status, "env": _env}[asked.command](stack, asked)
     except TaasError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - a command
         return 1
+
+
+def _read_inventory(path: Path) -> Inventory:
+    try:
+        return Inventory.parse(path.read_text())
+    except OSError as error:
+        raise StackError(f"the inventory {path} cannot be read: {error.strerror}") from error
+
+
+def _connections(inventory: Inventory, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the connections to the hosts that are in our environment; others Airflow may have in its database."""
+    names = {f"AIRFLOW_CONN_{host.connection_id.upper()}" for host in inventory.hosts if host.connection_id}
+    return {name: env[name] for name in sorted(names & env.keys())}
 
 
 def _up(stack: Stack, _: argparse.Namespace) -> int:

@@ -37,7 +37,8 @@ class AirflowSetup:
     api_secret_key: str
     passwords_file: Path
     store: StoreConfig
-    inventory: dict[str, Any]
+    inventory: Mapping[str, Any]
+    connections: Mapping[str, str]
 
     @property
     def url(self) -> str:
@@ -55,9 +56,10 @@ def environment(setup: AirflowSetup) -> dict[str, str]:
     found = {f"AIRFLOW__{section.upper()}__{key.upper()}": value for section, key, value in _settings(setup)}
     return {
         **found,
+        **setup.connections,
         "AIRFLOW_HOME": str(setup.home),
         "AIRFLOW_CONN_TAAS_STORE": store_connection(setup.store),
-        "AIRFLOW_VAR_TAAS_INVENTORY": json.dumps(setup.inventory),
+        "AIRFLOW_VAR_TAAS_INVENTORY": json.dumps(dict(setup.inventory)),
         "PYTHONUNBUFFERED": "1",
         "_AIRFLOW_PROCESS_CONTEXT": "server",
     }

@@ -1,4 +1,4 @@
-"""Free ports on the loopback interface."""
+"""Free ports on the loopback interface, and who listens."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def free_port(*, taken: set[int], companion: int = 0) -> int:
     raise OSError(f"no free port between {_FIRST} and {_LAST} on {LOOPBACK}: stop what listens there")
 
 
-def is_listening(port: int) -> bool:
+def is_listening(port: int, *, address: str = LOOPBACK) -> bool:
     """Return whether something accepts connections on the port."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
-        return probe.connect_ex((LOOPBACK, port)) == 0
+        return probe.connect_ex((address, port)) == 0

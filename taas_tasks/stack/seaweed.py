@@ -58,12 +58,12 @@ def weed_binary() -> Path:
     return Path(found)
 
 
-def command(ports: SeaweedPorts, folder: Path) -> list[str]:
-    """Return the command line of a server that keeps its objects below ``folder``."""
+def command(ports: SeaweedPorts, folder: Path, *, address: str = LOOPBACK) -> list[str]:
+    """Return the command line of a server that keeps its objects below ``folder`` and listens on ``address`` only."""
     options = {
         "dir": folder,
-        "ip": LOOPBACK,
-        "ip.bind": LOOPBACK,
+        "ip": address,
+        "ip.bind": address,
         "bucket": BUCKET,
         "s3.port": ports.s3,
         "s3.port.grpc": ports.s3_grpc,
@@ -96,9 +96,11 @@ def environment(config: StoreConfig, folder: Path) -> dict[str, str]:
     }
 
 
-def store_config(ports: SeaweedPorts, *, access_key: str, secret_key: str, prefix: str = "") -> StoreConfig:
+def store_config(
+    ports: SeaweedPorts, *, access_key: str, secret_key: str, prefix: str = "", address: str = LOOPBACK
+) -> StoreConfig:
     """Return how clients reach the server."""
-    url = f"http://{LOOPBACK}:{ports.s3}"
+    url = f"http://{address}:{ports.s3}"
     return StoreConfig(
         endpoint_url=url,
         public_endpoint_url=url,
@@ -109,9 +111,9 @@ def store_config(ports: SeaweedPorts, *, access_key: str, secret_key: str, prefi
     )
 
 
-def is_ready(ports: SeaweedPorts) -> bool:
+def is_ready(ports: SeaweedPorts, *, address: str = LOOPBACK) -> bool:
     """Return whether the S3 port answers; the bucket may come a moment later (``is_writable``)."""
-    connection = http.client.HTTPConnection(LOOPBACK, ports.s3, timeout=2)
+    connection = http.client.HTTPConnection(address, ports.s3, timeout=2)
     try:
         connection.request("GET", "/healthz")
         healthy = connection.getresponse()

@@ -19,10 +19,11 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from taas.errors import TaasError
 from taas_tasks.stack import airflow_processes, postgres, processes, seaweed
-from taas_tasks.stack.ports import free_port, is_free, is_listening
+from taas_tasks.stack.ports import LOOPBACK, free_port, is_free, is_listening
 from taas_tasks.stack.processes import ProcessId
 from taas_tasks.stack.state import Secrets, StackFiles, StartedProcess, State
 from taas_tasks.values import StoreConfig
@@ -58,6 +59,9 @@ class Stack:
         *,
         hosts_gpu: int = 4,
         hosts_cpu: int = 8,
+        inventory: Mapping[str, Any] | None = None,
+        connections: Mapping[str, str] | None = None,
+        s3_address: str | None = None,
         dags: Path | None = None,
         plugins: Path | None = None,
         env: Mapping[str, str] | None = None,
@@ -70,6 +74,10 @@ class Stack:
             root: the folder; made by ``up``.
             hosts_gpu: emulated machines of the flavor g2.8.
             hosts_cpu: emulated machines of the flavor c1.4.
+            inventory: the hosts, in the place of emulated ones (``taas_tasks.compute.inventory``).
+            connections: Airflow's connections to them, as environment variables (``AIRFLOW_CONN_ID``).
+            s3_address: where the S3 server listens, an address of this machine that the hosts reach; by default where
+                it did at the last ``up``, at first on loopback.
             dags: Airflow's DAG folder; by default the one beside this package.
             plugins: Airflow's plugins folder; by default the one beside this package.
             env: environment of the Airflow processes besides what the stack sets; by default next to nothing.
@@ -77,7 +85,10 @@ class Stack:
             timeout_s: how long ``up`` and ``restart`` wait for a part to be healthy.
         """
         self.files = StackFiles(root.resolve())
-        self._hosts = (hosts_gpu, hosts_cpu)
+        emulated = airflow_processes.inventory(self.files.hosts, hosts_gpu=hosts_gpu, hosts_cpu=hosts_cpu)
+        self.inventory: Mapping[str, Any] = emulated if inventory is None else inventory
+        self._connections = connections or {}
+        self._asked_s3_address = s3_address
         self._dags = dags or _SOURCES / "dags"
         self._plugins = plugins or _SOURCES / "plugins"
         self._base_env = dict(env) if env is not None else _plain_environment(root)
@@ -105,7 +116,10 @@ class Stack:
         """Return how the object store is reached."""
         found = self._secrets()
         return seaweed.store_config(
-            self._seaweed_ports(), access_key=found.s3_access_key, secret_key=found.s3_secret_key
+            self._seaweed_ports(),
+            access_key=found.s3_access_key,
+            secret_key=found.s3_secret_key,
+            address=self._s3_address(),
         )
 
     def environment(self) -> dict[str, str]:
@@ -150,6 +164,7 @@ class Stack:
 
     def _up(self, parts: Collection[str]) -> None:
         self.files.make_folders()
+        self._assign_s3_address()
         self._assign_ports()
         self.files.write_logins(self._secrets(), url=self.url)
         if self._supervise:
@@ -205,7 +220,8 @@ class Stack:
         ports = self._seaweed_ports()
         seaweed.remove_sockets(ports)
         env = seaweed.environment(self.store_config(), self.files.s3)
-        return processes.start(seaweed.command(ports, self.files.s3), env=env, log=self.log(S3), cwd=self.files.s3)
+        argv = seaweed.command(ports, self.files.s3, address=self._s3_address())
+        return processes.start(argv, env=env, log=self.log(S3), cwd=self.files.s3)
 
     def _start_postgres(self) -> ProcessId:
         return postgres.launch(self._postgres(), self.log(POSTGRES))
@@ -279,8 +295,8 @@ class Stack:
 
     def _problem(self, name: str, *, since: float) -> str | None:
         if name == S3:
-            ready = seaweed.is_ready(self._seaweed_ports()) and seaweed.is_writable(self.store_config())
-            return None if ready else "it does not take objects"
+            ready = seaweed.is_ready(self._seaweed_ports(), address=self._s3_address())
+            return None if ready and seaweed.is_writable(self.store_config()) else "it does not take objects"
         if name == POSTGRES:
             return None if postgres.is_ready(self._postgres()) else "it takes no connections"
         answer = airflow_processes.health(self._state().ports["airflow"])
@@ -343,8 +359,13 @@ class Stack:
 
     def _refuse_listeners(self) -> None:
         ports = self._state().ports.values()
-        if not processes.wait_until(lambda: not any(map(is_listening, ports)), timeout_s=5.0):
-            busy = sorted(port for port in ports if is_listening(port))
+
+        def busy_ports() -> list[int]:
+            places = [(port, address) for port in ports for address in {LOOPBACK, self._s3_address()}]
+            return sorted({port for port, address in places if is_listening(port, address=address)})
+
+        if not processes.wait_until(lambda: not busy_ports(), timeout_s=5.0):
+            busy = busy_ports()
             raise StackError(f"something still listens on {busy}, though all processes of the stack were stopped")
 
     # ---- parts
@@ -354,6 +375,20 @@ class Stack:
 
     def _secrets(self) -> Secrets:
         return self.files.read_secrets()
+
+    def _s3_address(self) -> str:
+        return self._state().s3_address
+
+    def _assign_s3_address(self) -> None:
+        """Keep the address of an earlier time, unless another is asked for."""
+        asked, state = self._asked_s3_address, self._state()
+        if asked is None or asked == state.s3_address:
+            return
+        if S3 in self.pids():
+            raise StackError(
+                f"the S3 server listens on {state.s3_address}, asked for was {asked}: stop the stack first"
+            )
+        self.files.write_state(state.model_copy(update={"s3_address": asked}))
 
     def _assign_ports(self) -> None:
         """Keep the ports of an earlier time where they are free or ours; else find others."""
@@ -396,7 +431,6 @@ class Stack:
 
     def _airflow_setup(self) -> airflow_processes.AirflowSetup:
         found, ports = self._secrets(), self._ports()
-        hosts_gpu, hosts_cpu = self._hosts
         return airflow_processes.AirflowSetup(
             home=self.files.airflow_home,
             port=ports["airflow"],
@@ -408,7 +442,8 @@ class Stack:
             api_secret_key=found.api_secret_key,
             passwords_file=self.files.passwords,
             store=self.store_config(),
-            inventory=airflow_processes.inventory(self.files.hosts, hosts_gpu=hosts_gpu, hosts_cpu=hosts_cpu),
+            inventory=self.inventory,
+            connections=self._connections,
         )
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from taas.errors import TaasError
+from taas_tasks.stack.ports import LOOPBACK
 from taas_tasks.stack.processes import ProcessId
 from taas_tasks.store.files import write_then_move
 from taas_tasks.values import Value
@@ -39,6 +40,7 @@ class State(Value):
     version: Literal[1] = 1
     boot_id: str
     ports: dict[str, int] = {}
+    s3_address: str = LOOPBACK
     processes: dict[str, StartedProcess] = {}
     postgres_folder: str | None = None
     migrated: str | None = None  # Airflow's version that the database was made for

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from taas_tasks.stack import airflow_processes
+from taas_tasks.stack import Stack, airflow_processes
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,3 +49,31 @@ def test_only_a_heartbeat_behind_the_start_counts() -> None:
     assert reason("dag-processor", answer(None), since=0.0) == "no heartbeat yet"
     assert "last heartbeat" in str(reason("dag-processor", answer(beat, status="unhealthy"), since=0.0))
     assert reason("api-server", None, since=0.0) == "the api-server does not answer"
+
+
+def test_an_inventory_that_is_wrong_is_one_clear_line_and_nothing_starts(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    for text, fault in (
+        (None, f"error: the inventory {hosts} cannot be read: No such file or directory"),
+        ('[{"name": "a"}]', "error: the inventory is wrong: host 'a' flavor: Field required"),
+    ):
+        if text is not None:
+            hosts.write_text(text)
+        done = run("up", "--root", str(tmp_path / "root"), "--inventory", str(hosts))
+        assert done.returncode == 1
+        assert done.stderr.startswith(fault)
+    assert not (tmp_path / "root").exists()
+
+
+def test_only_the_connections_that_the_inventory_names_come_from_the_environment(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    hosts = tmp_path / "hosts.json"
+    host = {"name": "a", "flavor": "c1.4", "transport": "ssh", "root": "/srv", "python": "/p", "connection_id": "far"}
+    hosts.write_text(json.dumps([host]))
+    Stack(root).up(parts=())
+    env = {**os.environ, "AIRFLOW_CONN_FAR": "ssh://u@h", "AIRFLOW_CONN_OTHER": "ssh://u@i"}
+    argv = [sys.executable, "-m", "taas_tasks.stack", "env", "--root", str(root), "--inventory", str(hosts)]
+    printed = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env).stdout
+    assert "export AIRFLOW_CONN_FAR=ssh://u@h\n" in printed
+    assert "AIRFLOW_CONN_OTHER" not in printed
+    assert '"name": "a"' in printed

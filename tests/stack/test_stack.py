@@ -273,3 +273,47 @@ def test_a_part_that_cannot_start_says_why_and_nothing_is_left(tmp_path: Path) -
 
 def test_the_airflow_processes_are_those_of_the_four_commands() -> None:
     assert AIRFLOW == ("api-server", "scheduler", "dag-processor", "triggerer")
+
+
+# ---- hosts of the user's own
+
+HOSTS = {
+    "hosts": [
+        {
+            "name": "a",
+            "flavor": "c1.4",
+            "transport": "ssh",
+            "root": "/srv/taas",
+            "python": "/usr/bin/python3",
+            "connection_id": "host_a",
+        }
+    ]
+}
+
+
+def test_a_given_inventory_and_its_connections_are_what_airflow_has(tmp_path: Path) -> None:
+    from taas_tasks.compute.inventory import Inventory
+
+    given = {"AIRFLOW_CONN_HOST_A": '{"conn_type": "ssh", "host": "10.1.2.3"}'}
+    stack = Stack(tmp_path / "root", inventory=HOSTS, connections=given, supervise=True)
+    try:
+        stack.up(parts=())
+        found = stack.environment()
+        assert Inventory.parse(found["AIRFLOW_VAR_TAAS_INVENTORY"]) == Inventory.model_validate(HOSTS)
+        assert found["AIRFLOW_CONN_HOST_A"] == given["AIRFLOW_CONN_HOST_A"]
+    finally:
+        stack.down(grace_s=3.0)
+
+
+def test_the_s3_server_listens_where_it_was_told_also_for_later_commands(tmp_path: Path) -> None:
+    stack = Stack(tmp_path / "root", s3_address="127.0.0.2", supervise=True)
+    try:
+        stack.up(parts=[S3])
+        later = Stack(tmp_path / "root")
+        assert str(later.store_config().endpoint_url).startswith("http://127.0.0.2:")
+        assert next(part.problem for part in later.status() if part.name == S3) is None
+        assert listeners(stack) == {"0200007F", "0100007F"}  # SeaweedFS's parts talk over loopback, too
+        with pytest.raises(StackError, match=r"listens on 127\.0\.0\.2, asked for was 127\.0\.0\.3: stop the stack"):
+            Stack(tmp_path / "root", s3_address="127.0.0.3").up(parts=[S3])
+    finally:
+        stack.down(grace_s=3.0)

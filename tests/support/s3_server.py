@@ -13,6 +13,7 @@ from pathlib import Path
 import boto3
 
 from taas_tasks.stack import processes, seaweed
+from taas_tasks.stack.ports import LOOPBACK
 from taas_tasks.values import StoreConfig
 
 _MAY_DO_ALL = json.dumps(
@@ -28,6 +29,7 @@ class S3Server:
     ports: seaweed.SeaweedPorts
     config: StoreConfig
     folder: Path
+    address: str = LOOPBACK
     process: processes.ProcessId | None = None
 
     @property
@@ -39,7 +41,10 @@ class S3Server:
         data.mkdir(parents=True, exist_ok=True)
         env = seaweed.environment(self.config, self.folder)
         # The guard kills the server when the test process dies in whatever way.
-        command = [*seaweed.command(self.ports, data), "-s3.iam.readOnly=false"]  # for ``new_keys``
+        command = [
+            *seaweed.command(self.ports, data, address=self.address),
+            "-s3.iam.readOnly=false",
+        ]  # for ``new_keys``
         argv = [sys.executable, "-I", "-m", "taas_tasks.stack.guard", *command]
         self.process = processes.start(argv, env=env, log=self.log, cwd=self.folder)
         assert processes.wait_until(self._is_ready, timeout_s=30), f"no S3 server:\n{processes.tail(self.log)}"
@@ -47,7 +52,7 @@ class S3Server:
     def _is_ready(self) -> bool:
         assert self.process is not None
         assert self.process.is_alive(), f"the S3 server ended:\n{processes.tail(self.log)}"
-        return seaweed.is_ready(self.ports)
+        return seaweed.is_ready(self.ports, address=self.address)
 
     def stop(self) -> None:
         if self.process is not None:
@@ -80,8 +85,8 @@ class S3Server:
 
 
 @contextmanager
-def running_s3_server(folder: Path) -> Iterator[S3Server]:
-    server = _started(folder)
+def running_s3_server(folder: Path, *, address: str = LOOPBACK) -> Iterator[S3Server]:
+    server = _started(folder, address)
     try:
         assert processes.wait_until(lambda: seaweed.is_writable(server.config), timeout_s=20), processes.tail(
             server.log
@@ -91,12 +96,13 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
         server.stop()
 
 
-def _started(folder: Path) -> S3Server:
+def _started(folder: Path, address: str) -> S3Server:
     """Start a server; on other ports when someone took one of them meanwhile."""
     for attempt in range(_ATTEMPTS):
         ports = seaweed.SeaweedPorts.find(set())
-        config = seaweed.store_config(ports, access_key=secrets.token_hex(8), secret_key=secrets.token_hex(16))
-        server = S3Server(ports, config, folder / f"try-{attempt}")
+        keys = {"access_key": secrets.token_hex(8), "secret_key": secrets.token_hex(16)}
+        config = seaweed.store_config(ports, **keys, address=address)
+        server = S3Server(ports, config, folder / f"try-{attempt}", address)
         server.folder.mkdir(parents=True)
         try:
             server.start()
