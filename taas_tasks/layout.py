@@ -164,6 +164,14 @@ class RunKeys:
         """What a node says of itself before the start (preflight)."""
         return f"{self.train(generation)}node-{node_rank}.json"
 
+    def node_reach(self, generation: int, node_rank: int) -> str:
+        """What a node says once it has tried to reach node 0 (preflight's second round)."""
+        return f"{self.train(generation)}reach-{node_rank}.json"
+
+    def node_clock(self, generation: int, node_rank: int) -> str:
+        """An empty object; the store dates it, and the node compares its own clock with that."""
+        return f"{self.train(generation)}clock-{node_rank}"
+
     def node_result(self, generation: int, node_rank: int) -> str:
         """The ``NodeResult`` of one node."""
         return f"{self.train(generation)}result-{node_rank}.json"

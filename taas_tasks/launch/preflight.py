@@ -19,6 +19,7 @@ from typing import Literal
 
 from taas.errors import ObjectMissing, PreflightFailed
 from taas.flavors import FLAVORS
+from taas_tasks.launch import clock, network
 from taas_tasks.layout import RunKeys
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import LaunchPlan, Value, Versions
@@ -42,6 +43,8 @@ class NodeInfo(Value):
     gpu_model: str | None = None
     disk_free_bytes: int
     shm_bytes: int
+    interface: str | None = None
+    clock_skew_s: float = 0.0
     findings: list[str] = []
 
 
@@ -89,6 +92,7 @@ def own_findings(plan: LaunchPlan, info: NodeInfo, *, guard: str | None) -> list
         found.append(
             f"/dev/shm has {info.shm_bytes >> 20} MB, {needed >> 20} MB are needed: mount it larger (--shm-size)"
         )
+    found += clock.findings(info.clock_skew_s)
     if not _can_bind(info.address):
         found.append(f"the address {info.address} is not one of this host: mend it in the inventory")
     if guard is None and plan.other_ranks == "refuse":
@@ -107,6 +111,15 @@ def _can_bind(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def reach_findings(info: NodeInfo, first: NodeInfo) -> list[str]:
+    """Return why this node's ranks could not talk to node 0, whose rendezvous is served by now."""
+    if info.node_rank == 0:
+        return []
+    source = network.source_address(first.address)
+    found = network.route_findings(address=info.address, master=first.address, source=source)
+    return found or network.connect_findings(address=info.address, master=first.address, port=int(first.port or 0))
 
 
 def differences(infos: Sequence[NodeInfo]) -> list[tuple[NodeInfo, str]]:
@@ -153,25 +166,27 @@ def exchange(
     generation: int,
     nnodes: int,
     timeout_s: float,
+    second: bool = False,
     check: Callable[[], None] = lambda: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[NodeInfo]:
     """Publish this node's information and return that of all nodes, in the order of their node ranks.
 
+    ``second``: this is the round after each node has tried to reach node 0.
     ``check`` is called between looks and raises when there is a reason to wait no longer.
 
     Raises:
         PreflightFailed: A node said nothing within ``timeout_s``.
     """
-    keys = RunKeys(run)
-    store.put(keys.node_info(generation, info.node_rank), info.to_bytes())
+    key = RunKeys(run).node_reach if second else RunKeys(run).node_info
+    store.put(key(generation, info.node_rank), info.to_bytes())
     found = {info.node_rank: info}
     deadline = time.monotonic() + timeout_s
     pause_s = 0.05
     while True:
         for node_rank in set(range(nnodes)) - found.keys():
             try:
-                data = store.get(keys.node_info(generation, node_rank))
+                data = store.get(key(generation, node_rank))
             except ObjectMissing:
                 continue
             found[node_rank] = NodeInfo.model_validate_json(data)

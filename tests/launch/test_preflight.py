@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
 import pytest
 
 from taas.errors import PreflightFailed, RunCancelled
-from taas_tasks.launch.preflight import NodeInfo, exchange, interface_of, judge, own_findings
+from taas_tasks.launch.preflight import NodeInfo, exchange, interface_of, judge, own_findings, reach_findings
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import LaunchPlan, Versions
 
@@ -29,11 +30,12 @@ def test_fit_host_has_no_findings() -> None:
 
 
 def test_every_fault_of_a_host_is_found_at_once() -> None:
-    unfit = info(num_gpus=7, gpu_model="Tesla V100", disk_free_bytes=1, shm_bytes=1, address="192.0.2.1")
+    sizes: dict[str, Any] = {"disk_free_bytes": 1, "shm_bytes": 1, "clock_skew_s": 1000.0}
+    unfit = info(num_gpus=7, gpu_model="Tesla V100", address="192.0.2.1", **sizes)
     found = own_findings(plan(), unfit, guard=None)
-    for text in ("7 GPUs", "Tesla V100", "disk", "/dev/shm", "192.0.2.1", "project folder"):
+    for text in ("7 GPUs", "Tesla V100", "disk", "/dev/shm", "192.0.2.1", "project folder", "clock"):
         assert any(text in line for line in found), text
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 def test_gpus_are_not_asked_for_where_they_are_emulated() -> None:
@@ -90,3 +92,28 @@ def test_reason_to_stop_ends_the_wait() -> None:
 def test_interface_of_the_loopback_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") is None
+
+
+def test_faults_of_two_hosts_of_four_are_both_in_the_message() -> None:
+    with pytest.raises(PreflightFailed) as caught:
+        judge([info(0), info(1, findings=["no disk"]), info(2), info(3, findings=["no GPU"])])
+    assert "h1 (node 1): no disk" in str(caught.value)
+    assert "h3 (node 3): no GPU" in str(caught.value)
+    assert set(caught.value.fields["findings"]) == {"h1 (node 1)", "h3 (node 3)"}
+
+
+def test_node_that_cannot_connect_to_node_0_says_so_and_node_0_does_not_try() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = info(0, port=server.getsockname()[1])
+        assert reach_findings(info(1), first) == []
+    (found,) = reach_findings(info(1), first)
+    assert "cannot connect to node 0" in found
+    assert reach_findings(first, first) == []
+
+
+def test_second_round_is_told_apart_from_the_first() -> None:
+    store = MemoryStore()
+    given: dict[str, Any] = {"run": "r", "generation": 1, "nnodes": 1, "timeout_s": 1.0}
+    exchange(store, info(0), **given)
+    (told,) = exchange(store, info(0, findings=["x"]), second=True, **given)
+    assert told.findings == ["x"]
