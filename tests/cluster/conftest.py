@@ -1,0 +1,53 @@
+"""One cluster for the session, and one stack that drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taas_tasks.stack import Stack
+from tests.cluster.cluster import Cluster
+from tests.cluster.podman import why_not
+from tests.cluster.runs import ClusterRuns
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark them, skip them where no cluster can be made, and keep what shares it in one process."""
+    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+    reason = why_not() if mine else None
+    for item in mine:
+        item.add_marker(pytest.mark.cluster)
+        item.add_marker(pytest.mark.xdist_group("cluster"))
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=f"no cluster on this machine: {reason}"))
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Five hosts of their own."""
+    with Cluster(tmp_path_factory.mktemp("cluster")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def runs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRuns]:
+    """What the tests do with runs on a stack that drives the cluster."""
+    root = tmp_path_factory.mktemp("stack")
+    for folder in (root, *list(root.parents)[:2]):
+        folder.chmod(folder.stat().st_mode | 0o011)  # PostgreSQL runs as another user when we are root
+    stack = Stack(
+        root,
+        inventory=cluster.inventory(),
+        connections=cluster.connections(),
+        s3_address=cluster.gateway,
+        supervise=True,
+    )
+    try:
+        stack.up()
+        with ClusterRuns(stack, cluster) as found:
+            yield found
+    finally:
+        stack.down()
+        stack.drop_database()
