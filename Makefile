@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo up down status test test-quick test-exact check format lock bench-launch bench-delivery clean
+.PHONY: help setup demo up down status test test-quick test-exact test-cluster check format lock bench-launch bench-delivery clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -38,7 +38,11 @@ test: $(READY) ## all tests, JOBS=2 side by side
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
 
 test-quick: $(READY) ## all but the tests on the real Airflow
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not stack"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not stack and not cluster"
+
+test-cluster: $(READY) ## requests on five hosts of their own, over SSH; makes the hosts' image first (needs podman, as root)
+	$(BIN)/python -m tests.cluster.image
+	$(BIN)/python -m pytest tests/cluster
 
 CASES ?= 2000
 
@@ -63,8 +67,8 @@ lock: ## make requirements.txt anew from requirements.in
 	{ echo "# Full lock for Python 3.11, made by 'make lock' from requirements.in."; $(VENV)-lock/bin/pip freeze; } > requirements.txt
 	rm -rf $(VENV)-lock
 
-bench-launch: $(READY) ## 200 launches of 8 ranks: hangs and seconds by part (var/bench/launch.json)
-	$(BIN)/python benchmarks/bench_launch.py --launches 200 --ranks 8
+bench-launch: $(READY) ## launches, beside torchrun and an SSH operator: parts, faults [QUICK=1] (var/bench/launch.json, .md)
+	$(BIN)/python -m benchmarks.bench_launch $(if $(QUICK),--quick)
 
 bench-delivery: $(READY) ## preparing and delivering data beside the peers [QUICK=1] (var/bench/delivery.json, .md, .png)
 	$(BIN)/python -m benchmarks.bench_delivery $(if $(QUICK),--quick)

@@ -22,6 +22,7 @@ from typing import Any
 
 import asyncssh
 
+from taas_tasks.compute.ssh import SshAddress
 from taas_tasks.stack import processes
 from tests.cluster import remains
 from tests.cluster.image import image
@@ -31,7 +32,7 @@ USER = "taas"
 PORT = 22
 ROOT = "/srv/taas"
 PYTHON = "/opt/taas/bin/python"
-GPU_FLAVORS = ("g2.2", "g2.8")
+GPU_FLAVORS = ("g2.2", "g2.1", "g2.8")
 _FIRST_HOST = 11
 _READY_S = 30.0
 _SHM = "1g"
@@ -116,12 +117,20 @@ class Cluster:
         """Return the hosts as TaaS's inventory. GPU hosts are in it once for each flavor, below a folder of its own."""
         return {"hosts": [line for host in self.hosts for line in _inventory_lines(host)]}
 
-    def connections(self, **host_keys: str) -> dict[str, str]:
-        """Return Airflow's connections to the hosts as environment variables.
+    def address(self, name: str) -> SshAddress:
+        """Return how the engine's transport logs in to a host."""
+        host = self.host(name)
+        return SshAddress(
+            connection_id=host.connection_id,
+            host=host.address,
+            port=host.port,
+            user=host.user,
+            private_key=host.private_key,
+            host_key=host.host_key,
+        )
 
-        Args:
-            host_keys: Connection id -> the key to pin in the place of the host's own.
-        """
+    def connections(self) -> dict[str, str]:
+        """Return Airflow's connections to the hosts as environment variables."""
         return {
             f"AIRFLOW_CONN_{host.connection_id.upper()}": json.dumps(
                 {
@@ -129,10 +138,7 @@ class Cluster:
                     "host": host.address,
                     "port": host.port,
                     "login": host.user,
-                    "extra": {
-                        "private_key": host.private_key,
-                        "host_key": host_keys.get(host.connection_id, host.host_key),
-                    },
+                    "extra": {"private_key": host.private_key, "host_key": host.host_key},
                 }
             )
             for host in self.hosts
@@ -187,14 +193,14 @@ class Cluster:
             ready = processes.wait_until(lambda host=host: _answers(host), timeout_s=_READY_S)  # type: ignore[misc]
             assert ready, f"{name} does not answer:\n{podman('logs', '--tail', '20', host.container)}"
 
-    def processes_of(self, mark: str) -> list[Found]:
-        """Return every process on any running host that bears ``mark`` in its environment or its command line."""
-        wanted = mark.encode()
+    def processes_of(self, *marks: str) -> list[Found]:
+        """Return every process on any running host that bears one of the words in its environment or command line."""
+        wanted = [mark.encode() for mark in marks]
         found = []
         for host in self.hosts:
             for pid in _processes_in(host.container):
                 words = [_read(pid, "cmdline"), _read(pid, "environ")]
-                if any(wanted in each for each in words):
+                if any(mark in each for mark in wanted for each in words):
                     found.append(Found(host.name, pid, words[0].replace(b"\0", b" ").decode(errors="replace")))
         return found
 

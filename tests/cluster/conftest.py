@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from taas_tasks.stack import Stack
-from tests.cluster.cluster import Cluster
+from tests.cluster.cluster import ROOT, Cluster
 from tests.cluster.podman import why_not
 from tests.cluster.runs import ClusterRuns
 
@@ -37,10 +39,11 @@ def runs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     root = tmp_path_factory.mktemp("stack")
     for folder in (root, *list(root.parents)[:2]):
         folder.chmod(folder.stat().st_mode | 0o011)  # PostgreSQL runs as another user when we are root
+    inventory, connections = with_a_stranger(cluster)
     stack = Stack(
         root,
-        inventory=cluster.inventory(),
-        connections=cluster.connections(),
+        inventory=inventory,
+        connections=connections,
         s3_address=cluster.gateway,
         supervise=True,
     )
@@ -51,3 +54,13 @@ def runs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     finally:
         stack.down()
         stack.drop_database()
+
+
+def with_a_stranger(cluster: Cluster) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return inventory and connections with one host more (g1.1), whose pinned key is another's."""
+    hosts, connections = cluster.inventory()["hosts"], cluster.connections()
+    real = next(host for host in hosts if host["name"] == "g2-0")
+    stranger = {**real, "name": "stranger", "flavor": "g1.1", "connection_id": "stranger", "root": f"{ROOT}/stranger"}
+    wrong = json.loads(connections["AIRFLOW_CONN_CLUSTER_G2_0"])
+    wrong["extra"]["host_key"] = cluster.host("g2-1").host_key
+    return {"hosts": [*hosts, stranger]}, {**connections, "AIRFLOW_CONN_STRANGER": json.dumps(wrong)}

@@ -11,24 +11,16 @@ from pathlib import Path
 import pytest
 
 from taas.errors import HostRefused, HostUnreachable
-from taas_tasks.compute.ssh import Patience, SshAddress, SshTransport
-from tests.cluster.cluster import PYTHON, ROOT, Cluster, ClusterHost
+from taas_tasks.compute.ssh import Patience, SshTransport
+from tests.cluster.cluster import PYTHON, ROOT, Cluster
 from tests.cluster.podman import podman
 from tests.support.s3_server import running_s3_server
 
 HASTY = Patience(connect_s=2.0, login_s=3.0, open_s=2.0, call_s=4.0)
 
 
-def transport(host: ClusterHost, *, host_key: str | None = None) -> SshTransport:
-    address = SshAddress(
-        connection_id=host.connection_id,
-        host=host.address,
-        port=host.port,
-        user=host.user,
-        private_key=host.private_key,
-        host_key=host_key or host.host_key,
-    )
-    return SshTransport(address, Path(ROOT), python=PYTHON, patience=HASTY)
+def transport(cluster: Cluster, name: str, **changes: str) -> SshTransport:
+    return SshTransport(cluster.address(name).model_copy(update=changes), Path(ROOT), python=PYTHON, patience=HASTY)
 
 
 def test_each_host_has_its_own_name_address_and_processes(cluster: Cluster) -> None:
@@ -49,22 +41,21 @@ def test_hosts_have_python_and_torch_and_nothing_of_ours(cluster: Cluster) -> No
         "import importlib.util as u, sys, torch;"
         "print(sys.version_info[:2], torch.__version__.split('+')[0], *map(u.find_spec, ['taas', 'airflow']))"
     )
-    assert cluster.exec("c1-0", [PYTHON, "-I", "-c", code]) == "(3, 11) 2.13.0 None None"
+    assert cluster.exec("c1-0", [PYTHON, "-I", "-c", code], wait_s=90) == "(3, 11) 2.13.0 None None"
 
 
 def test_a_verb_runs_on_a_host_and_the_engine_comes_along(cluster: Cluster) -> None:
-    assert transport(cluster.host("c1-0")).call("slots", {})["slots"] == []
+    assert transport(cluster, "c1-0").call("slots", {})["slots"] == []
 
 
 def test_another_hosts_key_is_refused(cluster: Cluster) -> None:
-    one, other = cluster.hosts[:2]
     with pytest.raises(HostRefused, match=r"host.*key"):
-        transport(one, host_key=other.host_key).call("slots", {})
+        transport(cluster, "c1-0", host_key=cluster.host("c1-1").host_key).call("slots", {})
 
 
 def test_a_cut_network_is_silent_and_a_mended_one_works(cluster: Cluster) -> None:
     host = cluster.host("c1-2")
-    before = transport(host)
+    before = transport(cluster, "c1-2")
     before.call("slots", {})
     cluster.cut_network("c1-2")
     try:
@@ -86,11 +77,11 @@ def test_a_killed_host_comes_back_with_its_disk(cluster: Cluster) -> None:
         pass
     cluster.start("c1-2")
     assert cluster.exec("c1-2", ["cat", f"{ROOT}/note"]) == "kept"
-    assert transport(cluster.host("c1-2")).call("slots", {})["slots"] == []
+    assert transport(cluster, "c1-2").call("slots", {})["slots"] == []
 
 
 def test_a_frozen_host_goes_on_where_it_was(cluster: Cluster) -> None:
-    host = transport(cluster.host("c1-2"))
+    host = transport(cluster, "c1-2")
     host.call("slots", {})
     cluster.pause("c1-2")
     try:
@@ -102,7 +93,7 @@ def test_a_frozen_host_goes_on_where_it_was(cluster: Cluster) -> None:
 
 
 def test_ended_connections_are_replaced(cluster: Cluster) -> None:
-    host = transport(cluster.host("c1-2"))
+    host = transport(cluster, "c1-2")
     host.call("slots", {})
     cluster.drop_ssh("c1-2")
     assert host.call("slots", {})["slots"] == []

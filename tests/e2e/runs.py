@@ -16,7 +16,6 @@ from taas_tasks.airflow.hosts import open_host
 from taas_tasks.compute.inventory import Host, Inventory
 from taas_tasks.layout import RunKeys, run_key
 from taas_tasks.stack import Stack
-from taas_tasks.stack.airflow_processes import inventory
 from taas_tasks.store import open_store
 
 DAG = "taas_train"
@@ -104,6 +103,14 @@ class Runs:
         reply = self._http.patch(f"{RUNS}/{run_id}/taskInstances/{task}", json={"new_state": state})
         assert reply.status_code == 200, reply.text
 
+    def clear(self, run_id: str, task: str) -> None:
+        body = {"dry_run": False, "dag_run_id": run_id, "task_ids": [task], "only_failed": False}
+        reply = self._http.post(f"/api/v2/dags/{DAG}/clearTaskInstances", json=body)
+        assert reply.status_code == 200, reply.text
+
+    def delete(self, run_id: str) -> None:
+        assert self._http.delete(f"{RUNS}/{run_id}").status_code == 204
+
     def mark_run(self, run_id: str, state: str) -> None:
         assert self._http.patch(f"{RUNS}/{run_id}", json={"state": state}).status_code == 200
 
@@ -120,8 +127,7 @@ class Runs:
     # --- looking at hosts ---
 
     def hosts(self) -> list[Host]:
-        setup = inventory(self.stack.files.hosts, hosts_gpu=GPU_HOSTS, hosts_cpu=CPU_HOSTS)
-        return Inventory.model_validate(setup).hosts
+        return Inventory.model_validate(self.stack.inventory).hosts
 
     def held_slots(self) -> list[str]:
         held = []
