@@ -1,10 +1,11 @@
-"""Launches of a training: do any hang, and where do the seconds go, beside torchrun in the same run.
+"""Launches of a training: do any hang, where do the seconds go, what do faults cost, beside others in the same run.
 
-    python benchmarks/bench_launch.py --launches 200 --ranks 8
+    python -m benchmarks.bench_launch [--quick]
 
-Each launch takes one node agent (a real process, over a real S3 server) from its start through the first all-reduce and
-five DDP steps to the end of its last process. Every ``--torchrun-every``-th launch is followed by one of torchrun
-with the same script, so both see the same machine. Results: a table, and ``var/bench/launch.json``.
+First, on this machine alone: each launch takes one node agent (a real process, over a real S3 server) from its start
+through the first all-reduce and five DDP steps to the end of its last process. Every ``--torchrun-every``-th launch is
+followed by one of torchrun with the same script, so both see the same machine. Then, where podman is there, on a
+cluster of hosts over SSH (``benchmarks/launch``). Results: tables, ``var/bench/launch.json`` and ``launch.md``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.launch.lanes import LAUNCHERS
+from benchmarks.launch.run import QUICK_SIZES, SIZES, ClusterBench
+from benchmarks.launch.run import run as run_on_cluster
 from taas_tasks.launch.processes import MARK, end_marked
 from taas_tasks.layout import run_key
 from taas_tasks.project import commit
@@ -31,6 +35,7 @@ from taas_tasks.stack import processes, seaweed
 from taas_tasks.store import ObjectStore, open_store
 from taas_tasks.values import LaunchPlan, StoreConfig
 from taas_tasks.verdict import gather
+from tests.cluster.podman import why_not
 
 SCRIPT = """
 import json, os, time
@@ -247,16 +252,37 @@ def _with_server(folder: Path, act: Callable[[StoreConfig], None]) -> None:
         seaweed.remove_sockets(ports)
 
 
-def main(argv: list[str] | None = None) -> int:
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=200)
+    parser.add_argument("--quick", action="store_true", help="10 launches, and each case once on 1 and 2 hosts")
+    parser.add_argument("--launches", type=int, help="on this machine (200; quick: 10)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--torchrun-every", type=int, default=5, help="a launch by torchrun after so many of ours")
     parser.add_argument("--limit-s", type=float, default=120.0, help="a launch that takes longer counts as a hang")
+    parser.add_argument("--repetitions", type=int, help="of each case on the cluster (5; quick: 1; 0: no cluster)")
+    parser.add_argument("--launchers", type=lambda text: tuple(text.split(",")), default=LAUNCHERS)
     parser.add_argument("--out", type=Path, default=Path("var/bench/launch.json"))
     given = parser.parse_args(argv)
+    given.launches = given.launches if given.launches is not None else 10 if given.quick else 200
+    given.repetitions = given.repetitions if given.repetitions is not None else 1 if given.quick else 5
+    return given
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = _arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     given.out.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, object] = {"quick": given.quick, "load_at_start": os.getloadavg()}
+    bench = _on_this_machine(given, results)
+    cluster = _on_cluster(given, results)
+    text = "\n\n".join([f"```\n{table(bench)}\n```", *([cluster.table()] if cluster else [])])
+    given.out.with_suffix(".md").write_text(f"{text}\n")
+    print(text)
+    is_well = not bench.ours.hangs and not bench.ours.failures and (cluster is None or cluster.is_well)
+    return 0 if is_well else 1
+
+
+def _on_this_machine(given: argparse.Namespace, results: dict[str, object]) -> Bench:
     benches: list[Bench] = []
 
     def act(config: StoreConfig) -> None:
@@ -269,14 +295,32 @@ def main(argv: list[str] | None = None) -> int:
             bench.launch_ours(number)
             if number % given.torchrun_every == 0:
                 bench.launch_torchrun(number)
-            given.out.write_text(json.dumps(as_json(bench), indent=1))
+            _keep(given.out, results, as_json(bench))
             print(f"{number + 1}/{given.launches}: {_cell(bench.ours.seconds['total'])} s", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="taas-bench-") as name:
         folder = Path(name)
         _with_server(folder / "s3", act)
-    print(table(benches[0]))
-    return 1 if benches[0].ours.hangs or benches[0].ours.failures else 0
+    return benches[0]
+
+
+def _on_cluster(given: argparse.Namespace, results: dict[str, object]) -> ClusterBench | None:
+    """Run the part on the cluster; None where there can be none, and why is told."""
+    if given.repetitions == 0:
+        return None
+    if reason := why_not():
+        print(f"no cluster on this machine: {reason}", file=sys.stderr)
+        return None
+    sizes = QUICK_SIZES if given.quick else SIZES
+    bench = ClusterBench(given.repetitions, sizes=sizes, launchers=given.launchers)
+    run_on_cluster(bench, lambda: _keep(given.out, results, {"cluster": bench.as_json()}))
+    _keep(given.out, results, {"cluster": bench.as_json(), "load_at_end": os.getloadavg()})
+    return bench
+
+
+def _keep(out: Path, results: dict[str, object], more: dict[str, object]) -> None:
+    results.update(more)
+    out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

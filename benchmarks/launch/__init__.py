@@ -1,0 +1,1 @@
+"""Launches on a cluster over SSH, beside what people would use instead."""
