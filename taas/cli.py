@@ -136,9 +136,10 @@ def _add_run_verbs(verbs: Any) -> None:
     report.add_argument("run")
     report.add_argument("--json", action="store_true")
     report.set_defaults(action=_report)
-    logs = verbs.add_parser("logs", help="print what a rank wrote")
+    logs = verbs.add_parser("logs", help="print what the ranks wrote, each line with its host and rank")
     logs.add_argument("run")
-    logs.add_argument("--rank", type=int, default=0)
+    logs.add_argument("--rank", type=int, help="only this rank, as it wrote")
+    logs.add_argument("--follow", action="store_true", help="go on while it runs")
     logs.set_defaults(action=_logs)
     artifacts = verbs.add_parser("artifacts", help="write what rank 0 of a run wrote into a folder")
     artifacts.add_argument("run")
@@ -275,10 +276,11 @@ def _report(parsed: argparse.Namespace) -> int:
 
 def _logs(parsed: argparse.Namespace) -> int:
     has_text = False
-    for text in _attached(parsed).follow_logs(rank=parsed.rank):
+    for text in _attached(parsed).follow_logs(rank=parsed.rank, until_now=not parsed.follow):
         has_text = True
         _say(text, end="")
-    return OK if has_text else _complain(f"run {parsed.run} has no log of a rank {parsed.rank}", FAILED)
+    whose = "its ranks" if parsed.rank is None else f"rank {parsed.rank}"
+    return OK if has_text else _complain(f"run {parsed.run} has no log of {whose} yet", FAILED)
 
 
 def _artifacts(parsed: argparse.Namespace) -> int:

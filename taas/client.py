@@ -48,6 +48,27 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
+class LogText:
+    """Something that a rank wrote, on which host; without a rank: something that is told about all of them."""
+
+    text: str
+    host: str | None
+    rank: int | None
+
+    def as_lines(self) -> str:
+        """Return the lines as a terminal would show them, each with host and rank in front."""
+        if self.rank is None:
+            return self.text
+        lines = self.text.removesuffix("\n").split("\n")
+        return "".join(f"[{self.host} r{self.rank}] {_as_shown(line)}\n" for line in lines)
+
+
+def _as_shown(line: str) -> str:
+    """Return what is left of a line that a progress bar has rewritten by carriage returns."""
+    return next((part for part in reversed(line.split("\r")) if part), "")
+
+
+@dataclass(frozen=True)
 class ProjectFiles:
     """The head of a project: number of the record (0: none yet), snapshot, and files by path."""
 
@@ -190,10 +211,12 @@ class Client:
         reply = self._get("/taas/runs/artifacts", params={"run_id": run_id})
         return [_file_info(item) for item in reply["files"]]
 
-    def logs(self, run_id: str, *, rank: int, offset: int) -> tuple[str, int, bool]:
-        """Return a piece of a rank's log from a byte offset on, the offset behind it, and whether that was all."""
-        reply = self._get("/taas/runs/logs", params={"run_id": run_id, "rank": rank, "offset": offset})
-        return reply["text"], int(reply["next_offset"]), bool(reply["complete"])
+    def logs(self, run_id: str, *, rank: int | None, cursor: str) -> tuple[list[LogText], str, bool]:
+        """Return what a rank (None: every rank) wrote behind a cursor, the next cursor, and whether that was all."""
+        asked: dict[str, str | int] = {"run_id": run_id, "cursor": cursor}
+        reply = self._get("/taas/runs/logs", params=asked if rank is None else {**asked, "rank": rank})
+        texts = [LogText(item["text"], item["host"], item["rank"]) for item in reply["texts"]]
+        return texts, str(reply["cursor"]), bool(reply["complete"])
 
     # Requests
 

@@ -132,31 +132,29 @@ class Run:
                 raise ClientError(f"run '{self.run_id}' is not over after {timeout_s:g} s (state: {state}); it goes on")
             self.client.sleep(poll_s)
 
-    def logs(self, *, rank: int = 0) -> str:
-        """Return what a rank has written so far."""
-        return "".join(text for text, _ in self._log_pieces(rank))
+    def logs(self, *, rank: int | None = None) -> str:
+        """Return what a rank has written so far; without one, the lines of all ranks, each with its host and rank."""
+        return "".join(self.follow_logs(rank=rank, until_now=True))
 
-    def follow_logs(self, *, rank: int = 0, poll_s: float = 1.0) -> Iterator[str]:
-        """Yield what a rank writes, as it comes, until its log is complete or the run is over."""
-        offset = 0
-        is_last = False
+    def follow_logs(self, *, rank: int | None = None, until_now: bool = False, poll_s: float = 1.0) -> Iterator[str]:
+        """Yield what a rank (by default every rank) writes, as it comes, until it succeeded or the run is over.
+
+        Args:
+            rank: The rank to read alone, as it wrote. Without, each line is led by its host and rank.
+            until_now: End as soon as all that is there now was read.
+            poll_s: Seconds between two looks.
+        """
+        cursor, is_last = "", False
         while True:
-            text, offset, complete = self.client.logs(self.run_id, rank=rank, offset=offset)
-            if text:
+            before = cursor
+            texts, cursor, complete = self.client.logs(self.run_id, rank=rank, cursor=cursor)
+            if text := "".join(one.text if rank is not None else one.as_lines() for one in texts):
                 yield text
-            if complete or (is_last and not text):
+            if complete or (cursor == before and (is_last or until_now)):
                 return
-            if not text:
+            if cursor == before:
                 is_last = self.status().is_over
                 self.client.sleep(0 if is_last else poll_s)
-
-    def _log_pieces(self, rank: int) -> Iterator[tuple[str, int]]:
-        offset = 0
-        while True:
-            text, offset, complete = self.client.logs(self.run_id, rank=rank, offset=offset)
-            yield text, offset
-            if complete or not text:
-                return
 
     def cancel(self) -> str:
         """Stop the run: Airflow marks it failed, and every process of it ends. Return its state before.

@@ -196,6 +196,10 @@ class RunKeys:
         """The whole log of one rank, put when the node agent ends."""
         return f"{self.train(generation)}logs/rank-{rank}.log"
 
+    def log_piece(self, generation: int, node_rank: int, number: int) -> str:
+        """What a node's ranks wrote since the piece before, put while they run (``taas_tasks.rank_logs``; from 1)."""
+        return f"{self.train(generation)}logs/live/node-{node_rank}/{number:08d}"
+
     def staged(self, generation: int) -> str:
         """The ``StagedArtifacts`` of one try; the contents are blobs of the project."""
         return f"{self.train(generation)}staged.json"

@@ -33,9 +33,10 @@ from taas.request import request_schema
 from taas_tasks import project as repository
 from taas_tasks.airflow.conf_check import DAG_ID
 from taas_tasks.airflow.deployment import read_store_config
-from taas_tasks.airflow.run_status import read_rank_log, run_status
+from taas_tasks.airflow.run_status import run_status
 from taas_tasks.blobs import FileEntry
 from taas_tasks.layout import ProjectKeys, RunKeys, payload_key, run_key
+from taas_tasks.rank_logs import CURSOR_PATTERN, read_logs
 from taas_tasks.store import ObjectStore, open_store
 from taas_tasks.values import ArtifactRecord
 
@@ -227,12 +228,13 @@ def artifacts(run_id: str, store: Store) -> dict[str, Any]:
 def logs(
     run_id: str,
     store: Store,
-    rank: Annotated[int, Query(ge=0, le=10_000)] = 0,
-    offset: Annotated[int, Query(ge=0)] = 0,
+    rank: Annotated[int | None, Query(ge=0, le=10_000)] = None,
+    cursor: Annotated[str, Query(max_length=4000, pattern=CURSOR_PATTERN)] = "",
 ) -> dict[str, Any]:
-    """Return a piece of a rank's log from a byte offset on."""
-    piece = read_rank_log(store, run_key(run_id), rank=rank, offset=offset)
-    return {"text": piece.text, "next_offset": piece.next_offset, "complete": piece.complete}
+    """Return what a rank (by default every rank) has written behind a cursor so far, and the next cursor."""
+    part = read_logs(store, run_key(run_id), rank=rank, cursor=cursor)
+    texts = [{"host": one.host, "rank": one.rank, "text": one.text} for one in part.texts]
+    return {"texts": texts, "cursor": part.cursor, "complete": part.complete}
 
 
 def _get_or_404(store: ObjectStore, key: str, message: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import threading
 from collections import OrderedDict
@@ -21,10 +20,9 @@ from taas_tasks.airflow.conf_check import DAG_ID
 from taas_tasks.layout import RunKeys, run_key
 from taas_tasks.ledger_reader import LedgerReader
 from taas_tasks.store import ObjectStore
-from taas_tasks.values import LoaderPlan, Placement, Plan
+from taas_tasks.values import LoaderPlan, Plan
 
 _ORDER = ("validate", "inspect", "plan", "prepare", "gate", "train", "upload", "release", "report")
-_LOG_PIECE_BYTES = 1 << 20
 _BUSY = ("running", "deferred", "queued", "scheduled", "up_for_retry", "up_for_reschedule", "restarting")
 
 
@@ -151,31 +149,3 @@ def run_status(session: Session, store: ObjectStore, run_id: str) -> dict[str, A
         "lines": status_lines(rows) + told,
         "prepared": prepared,
     }
-
-
-@dataclass(frozen=True)
-class LogPiece:
-    """A piece of a log: ``next_offset`` is where to read on; ``complete``: there will be no more."""
-
-    text: str
-    next_offset: int
-    complete: bool
-
-
-def read_rank_log(store: ObjectStore, run: str, *, rank: int, offset: int) -> LogPiece:
-    """Return a piece of a rank's log in the newest try of the training; nothing until the node agent has put it."""
-    keys = RunKeys(run)
-    try:
-        generation = Placement.model_validate_json(store.get(keys.placement("train", -1))).generation
-    except ObjectMissing:
-        return LogPiece("", offset, complete=False)
-    key = keys.rank_log(generation, rank)
-    info = store.head(key)
-    if info is None or offset >= info.num_bytes:
-        return LogPiece("", offset, complete=info is not None)
-    stop = min(info.num_bytes, offset + _LOG_PIECE_BYTES)
-    raw = store.get_range(key, offset, stop)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    text = decoder.decode(raw, stop == info.num_bytes)
-    pending = len(decoder.getstate()[0])
-    return LogPiece(text, stop - pending, complete=stop == info.num_bytes)

@@ -61,7 +61,7 @@ class LogMerger:
 
     def __init__(
         self,
-        logs: dict[int, Path],
+        logs: Mapping[int, Path],
         *,
         host: str,
         out: BinaryIO,
@@ -98,6 +98,13 @@ class LogMerger:
             self._out.write(b"".join(lines))
             self._out.flush()
         return bool(lines)
+
+
+def mark_restart(path: Path, *, rank: int, attempt: int) -> None:
+    """Say in a rank's log, on a line of its own, that what follows is another attempt of the gang."""
+    end = b"" if tail_of(path, num_bytes=1) in ("", "\n") else b"\n"
+    with path.open("ab") as log:
+        log.write(end + f"[taas] restart {attempt}: rank {rank} starts again\n".encode())
 
 
 def tail_of(path: Path, *, num_bytes: int = 3000) -> str:

@@ -19,7 +19,8 @@ from taas_tasks.launch.environment import loader_environment, rank_environment
 from taas_tasks.launch.feeder_process import FeederProcess
 from taas_tasks.launch.files import RankFiles, RankSpec, write_json
 from taas_tasks.launch.guard import GuardMode, choose_guard
-from taas_tasks.launch.logs import LogMerger
+from taas_tasks.launch.live_logs import LiveLogs
+from taas_tasks.launch.logs import LogMerger, mark_restart
 from taas_tasks.launch.outcome import NodeLedger
 from taas_tasks.launch.processes import MARK, end_marked
 from taas_tasks.launch.watch import StopReason, Watch
@@ -50,6 +51,8 @@ class Node:
         self.mark = uuid.uuid4().hex
         self.feeder: FeederProcess | None = None
         self.merger: LogMerger | None = None
+        self.live_logs: LiveLogs | None = None
+        self.attempt = -1
         self.watch = Watch(
             store,
             run=given.run,
@@ -206,11 +209,26 @@ class Node:
                 socket=self.feeder.socket if self.feeder is not None else None,
                 project=project,
             )
-        if self.merger is None:
-            logs = {rank: self.files.log(rank) for rank in ranks.values()}
-            feeder = {"feeder": self.files.feeder_log} if self.feeder is not None else {}
-            self.merger = LogMerger(logs, host=self.given.host, out=sys.stdout.buffer, others=feeder)
-            self.merger.start()
+        self.attempt += 1
+        if self.attempt == 0:
+            self._show_logs({rank: self.files.log(rank) for rank in ranks.values()})
+        for rank in ranks.values() if self.attempt > 0 else ():
+            mark_restart(self.files.log(rank), rank=rank, attempt=self.attempt)
+
+    def _show_logs(self, logs: Mapping[int, Path]) -> None:
+        """Begin to show the ranks' logs in the job's own, and to put them into the store."""
+        feeder = {"feeder": self.files.feeder_log} if self.feeder is not None else {}
+        self.merger = LogMerger(logs, host=self.given.host, out=sys.stdout.buffer, others=feeder)
+        self.merger.start()
+        self.live_logs = LiveLogs(
+            self.store,
+            run=self.given.run,
+            generation=self.given.generation,
+            node_rank=self.given.node_rank,
+            host=self.given.host,
+            logs=logs,
+        )
+        self.live_logs.start()
 
     def _run_gang(self, rendezvous_store: Any) -> None:
         from taas_tasks.launch.gang_run import run_gang
@@ -292,6 +310,9 @@ class Node:
         if self.merger is not None:
             self.merger.stop()
             self.merger = None
+        if self.live_logs is not None:
+            self.live_logs.stop()
+            self.live_logs = None
 
 
 def _error_for(reason: StopReason) -> TaasError:

@@ -12,11 +12,15 @@ import httpx
 import pytest
 
 from taas_tasks.layout import ProjectKeys, RunKeys, run_key
+from taas_tasks.rank_logs import Slice, pack
 from taas_tasks.store import open_store
-from taas_tasks.values import Artifact, ArtifactRecord, Placement
+from taas_tasks.values import Artifact, ArtifactRecord, PlacedJob, Placement
 
 # Airflow's API app imports starlette's test client, which asks for another HTTP library.
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx` with `starlette.testclient`")
+
+
+PLACED = {"generation": 2, "flavor": "g2.8", "asked_at": 0}
 
 
 def sha256(data: bytes) -> str:
@@ -193,7 +197,7 @@ def test_unknown_runs_are_404(admin, run_id):
     for path in ("status", "report", "artifacts"):
         assert admin.get(f"/taas/runs/{path}", params={"run_id": run_id}).status_code == 404
     logs = admin.get("/taas/runs/logs", params={"run_id": run_id}).json()
-    assert logs == {"text": "", "next_offset": 0, "complete": False}
+    assert logs == {"texts": [], "cursor": "", "complete": False}
 
 
 def test_report_and_artifacts_of_a_run(admin, store):
@@ -212,17 +216,19 @@ def test_report_and_artifacts_of_a_run(admin, store):
     assert httpx.get(url).content == data
 
 
-def test_log_of_a_rank_is_read_from_an_offset(admin, store):
+def test_logs_are_read_behind_a_cursor(admin, store):
     keys = RunKeys(run_key("logs"))
-    placement = Placement(task_id="train", generation=2, flavor="g2.8", asked_at=0)
-    store.put(keys.placement("train", -1), placement.to_bytes())
-    store.put(keys.rank_log(1, 3), b"an older try\n")
-    text = "épochs\nlast\n"
-    store.put(keys.rank_log(2, 3), text.encode())
-    get = lambda offset: admin.get("/taas/runs/logs", params={"run_id": "logs", "rank": 3, "offset": offset}).json()  # noqa: E731
-    assert get(0) == {"text": text, "next_offset": len(text.encode()), "complete": True}
-    assert get(8)["text"] == "last\n"
-    assert get(99) == {"text": "", "next_offset": 99, "complete": True}
+    jobs = [PlacedJob(host="g2-0", job_id="a"), PlacedJob(host="g2-1", job_id="b")]
+    store.put(keys.placement("train", -1), Placement(task_id="train", jobs=jobs, **PLACED).to_bytes())
+    store.put(keys.rank_log(2, 3), "épochs\n".encode())
+    store.put(keys.log_piece(2, 1, 1), pack("g2-1", [(Slice(rank=9, num_bytes=5), b"live\n")]))
+    get = lambda **params: admin.get("/taas/runs/logs", params={"run_id": "logs", **params})  # noqa: E731
+    whole = get(rank=3).json()
+    assert whole["texts"] == [{"host": None, "rank": 3, "text": "épochs\n"}]
+    every = get().json()
+    assert every["texts"] == [{"host": "g2-1", "rank": 9, "text": "live\n"}]
+    assert get(cursor=every["cursor"]).json() == {"texts": [], "cursor": every["cursor"], "complete": False}
+    assert get(cursor="p.2.0.../../x").status_code == 422
 
 
 def test_status_of_a_run(admin, airflow_db, store):

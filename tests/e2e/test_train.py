@@ -61,7 +61,8 @@ def test_request_without_loaders_trains(runs: Runs):
     (artifact,) = runs.get("/taas/runs/artifacts", run_id=run_id).json()["files"]
     assert artifact["bytes"] == len("trained by 8")
     log = runs.get("/taas/runs/logs", run_id=run_id, rank=0).json()
-    assert "ranks 8 secret 18" in log["text"] and log["complete"]
+    assert "ranks 8 secret 18" in log["texts"][0]["text"]
+    assert runs.get("/taas/runs/logs", run_id=run_id, rank=0, cursor=log["cursor"]).json()["complete"]
     assert "ranks 8" in runs.log(run_id, "train")
     phases = {phase["name"]: phase for phase in report["phases"]}
     assert phases["train"]["cost_units"] > 0 and phases["validate"]["seconds"] >= 0

@@ -34,7 +34,8 @@ class FakeAirflow:
         self.statuses: dict[str, list[dict[str, Any]]] = {}
         self.reports: dict[str, dict[str, Any]] = {}
         self.artifacts: dict[str, list[tuple[str, bytes, int]]] = {}
-        self.logs: dict[tuple[str, int], list[tuple[str, bool]]] = {}
+        # per run and rank: answers, one a question (the last one is given again): (host, rank, text)s, and whether all
+        self.logs: dict[tuple[str, int | None], list[tuple[list[tuple[str | None, int | None, str]], bool]]] = {}
         self.blobs: dict[str, bytes] = {}
         self.heads: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {}
         self.requests: list[httpx.Request] = []
@@ -153,12 +154,11 @@ class FakeAirflow:
             self.blobs.update({sha256(data): data for _, data, _ in self.artifacts.get(run_id, [])})
             return httpx.Response(200, json={"files": files})
         assert what == "logs"
-        pieces = self.logs.get((run_id, int(params["rank"])), [("", True)])
-        text, complete = pieces.pop(0) if len(pieces) > 1 else pieces[0]
-        if int(params["offset"]) and len(pieces) == 1 and complete and text == "":
-            return httpx.Response(200, json={"text": "", "next_offset": int(params["offset"]), "complete": True})
-        offset = int(params["offset"]) + len(text.encode())
-        return httpx.Response(200, json={"text": text, "next_offset": offset, "complete": complete})
+        answers = self.logs.get((run_id, int(params["rank"]) if "rank" in params else None), [([], False)])
+        said, complete = answers.pop(0) if len(answers) > 1 else answers[0]
+        texts = [{"host": host, "rank": rank, "text": text} for host, rank, text in said]
+        cursor = str(int(params["cursor"] or 0) + len(texts)) if texts else params["cursor"]
+        return httpx.Response(200, json={"texts": texts, "cursor": cursor, "complete": complete})
 
     def _store(self, request: httpx.Request) -> httpx.Response:
         assert "Authorization" not in request.headers  # a presigned URL says all; the token is not for the store

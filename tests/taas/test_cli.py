@@ -200,7 +200,7 @@ def test_logs_of_a_rank_that_wrote_nothing_are_said_to_be_missing(
     airflow.statuses["a"] = [state("failed", "train: failed")]
     capsys.readouterr()
     assert taas("logs", "a", "--rank", "99") == 1
-    assert capsys.readouterr().err == "taas: run a has no log of a rank 99\n"
+    assert capsys.readouterr().err == "taas: run a has no log of rank 99 yet\n"
 
 
 def test_report_comes_as_text_and_as_json(taas: Command, airflow: FakeAirflow, capsys: Any) -> None:
@@ -219,9 +219,21 @@ def test_a_run_without_a_report_is_one_line(taas: Command, capsys: Any) -> None:
 def test_logs_are_printed_as_they_are(taas: Command, airflow: FakeAirflow, request_file: Path, capsys: Any) -> None:
     taas("submit", request_file, "--run-id", "a")
     capsys.readouterr()
-    airflow.logs["a", 2] = [("x\ny", False), ("", True)]
+    airflow.logs["a", 2] = [([("h", 2, "x\ny")], False), ([], False)]
     assert taas("logs", "a", "--rank", "2") == 0
     assert capsys.readouterr().out == "x\ny"
+
+
+def test_logs_of_a_run_that_runs_are_those_until_now_and_go_on_when_followed(
+    taas: Command, airflow: FakeAirflow, request_file: Path, capsys: Any
+) -> None:
+    taas("submit", request_file, "--run-id", "a")
+    airflow.statuses["a"] = [state("running")]
+    for more in ([], ["--follow"]):
+        capsys.readouterr()
+        airflow.logs["a", None] = [([("h", 2, "x\n")], False), ([], False), ([("i", 9, "y\n")], False), ([], True)]
+        assert taas("logs", "a", *more) == 0
+        assert capsys.readouterr().out == ("[h r2] x\n[i r9] y\n" if more else "[h r2] x\n")
 
 
 def test_cancel_stops_a_run_and_says_when_it_is_over(

@@ -194,23 +194,33 @@ def test_a_loader_without_a_number_asked_for_is_no_crash() -> None:
     assert new_lines(None, now) == []
 
 
+NOTHING: Any = ([], False)
+
+
 def test_logs_are_read_to_their_present_end(airflow: FakeAirflow, client: Client) -> None:
-    airflow.logs["a", 3] = [("one\n", False), ("two ü\n", False), ("", False)]
+    airflow.logs["a", 3] = [([("h", 3, "one\n")], False), ([("h", 3, "two ü\n")], False), NOTHING]
     assert Run("a", client=client).logs(rank=3) == "one\ntwo ü\n"
 
 
 def test_followed_logs_come_until_they_are_complete(airflow: FakeAirflow, client: Client) -> None:
-    airflow.logs["a", 0] = [("one\n", False), ("", False), ("two\n", False), ("", True)]
+    airflow.logs["a", 0] = [([("h", 0, "one\nt")], False), NOTHING, ([("h", 0, "wo\n")], False), ([], True)]
     airflow.statuses["a"] = [state("running")]
-    assert list(Run("a", client=client).follow_logs()) == ["one\n", "two\n"]
-    offsets = [request.url.params["offset"] for request in airflow.requests if request.url.path.endswith("/logs")]
-    assert offsets == ["0", "4", "4", "8"]
+    assert list(Run("a", client=client).follow_logs(rank=0)) == ["one\nt", "wo\n"]
+    cursors = [request.url.params["cursor"] for request in airflow.requests if request.url.path.endswith("/logs")]
+    assert cursors == ["", "1", "1", "2"]
 
 
-def test_followed_logs_end_with_a_run_that_left_none(airflow: FakeAirflow, client: Client) -> None:
-    airflow.logs["a", 0] = [("", False)]
-    airflow.statuses["a"] = [state("failed")]
-    assert list(Run("a", client=client).follow_logs()) == []
+def test_lines_of_all_ranks_are_led_by_host_and_rank(airflow: FakeAirflow, client: Client) -> None:
+    texts = [("g2-0", 1, "\r10%\r100%\n\na\u2028b\n"), (None, None, "[taas] try 2\n"), ("g2-1", 8, "unfinished")]
+    airflow.logs["a", None] = [(texts, False), NOTHING]
+    expected = "[g2-0 r1] 100%\n[g2-0 r1] \n[g2-0 r1] a\u2028b\n[taas] try 2\n[g2-1 r8] unfinished\n"
+    assert Run("a", client=client).logs() == expected
+
+
+def test_followed_logs_end_with_the_run(airflow: FakeAirflow, client: Client) -> None:
+    airflow.logs["a", None] = [NOTHING, NOTHING, ([("h", 0, "last words\n")], False), NOTHING]
+    airflow.statuses["a"] = [state("running"), state("failed")]
+    assert list(Run("a", client=client).follow_logs()) == ["[h r0] last words\n"]
 
 
 def test_report_artifacts_and_cancel_are_the_runs(airflow: FakeAirflow, client: Client, tmp_path: Any) -> None:
