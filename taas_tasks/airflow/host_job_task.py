@@ -206,9 +206,9 @@ class HostJobTask(ABC):
         give_up = time.monotonic() + _INLINE_S
         while True:
             look = watch.look()
-            for line in watch.new_lines():
-                _log.info("%s", line)
             step = next_step(look, now=time.time(), deadline=float("inf"))
+            for line in watch.last_lines() if step == "ended" else watch.new_lines():
+                _log.info("%s", line)
             if step == "ended":
                 return self._finish(work, job, placement, look)
             if step != "wait" or time.monotonic() > give_up:
@@ -218,7 +218,7 @@ class HostJobTask(ABC):
             **work.scope.to_kwargs(),
             jobs=[placed.model_dump() for placed in placement.jobs],
             deadline=time.time() + order.timeout_s + _BACKSTOP_S,
-            log_offset=watch.shown_offset,
+            log_offsets=watch.shown_offsets,
             stopped_by=list(order.stopped_by),
             stopped_by_states=list(order.stopped_by_states),
         )

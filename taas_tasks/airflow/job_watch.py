@@ -6,13 +6,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from taas.errors import HostUnreachable
 from taas_tasks.compute import jobs as on_host
 from taas_tasks.compute.job import JobState
 from taas_tasks.compute.transport import Transport
 from taas_tasks.values import PlacedJob
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 LEASE_S = 900.0
 GIVE_UP_S = LEASE_S + 60.0
@@ -22,7 +25,8 @@ _LOST_PEER_S = 30.0
 _PEERS_END_S = 4.0
 _RENEW_EVERY_S = 60.0
 _LOG_PIECE_BYTES = 256 * 1024
-_MAX_BEHIND_BYTES = 1024 * 1024
+_LOG_LOOK_BYTES = 1024 * 1024
+_MAX_PIECES_BEHIND = 4
 
 Step = Literal["wait", "cancel", "ended", "timeout", "unreachable"]
 
@@ -70,33 +74,76 @@ def next_step(look: Look, *, now: float, deadline: float) -> Step:
 
 
 @dataclass
+class _ShownLog:
+    """How far the log of one job was read; ``pending``: the part of a line that was read and has no end yet."""
+
+    job: PlacedJob
+    is_alone: bool
+    offset: int = 0
+    pending: str = ""
+
+    @property
+    def shown_offset(self) -> int:
+        """Where the first line starts that has not been returned."""
+        return self.offset - len(self.pending.encode())
+
+    def read(self, transport: Transport, *, limit: int) -> list[str]:
+        """Return the lines that are new; the middle is left out of a flood."""
+        piece = on_host.log(transport, self.job.job_id, offset=self.offset, limit=limit)
+        lines = self._lines(piece.text)
+        self.offset = piece.next_offset
+        behind = piece.size - piece.next_offset
+        if behind > _MAX_PIECES_BEHIND * limit:
+            lines += self._lines(f"\n[{behind - limit} bytes of the log are left out here]\n")
+            self.offset = piece.size - limit
+        return lines
+
+    def rest(self) -> list[str]:
+        """Return what is left of a last line without an end."""
+        rest, self.pending = self.pending, ""
+        return [self._told(rest)] if rest else []
+
+    def _lines(self, text: str) -> list[str]:
+        *lines, self.pending = (self.pending + text).split("\n")
+        return [self._told(line.rstrip("\r")) for line in lines]
+
+    def _told(self, line: str) -> str:
+        """Return the line with the host that wrote it, where there are several; ranks say theirs themselves."""
+        host = self.job.host
+        return line if self.is_alone or line.startswith((f"[{host} ", f"[{host}] ")) else f"[{host}] {line}"
+
+
+@dataclass
 class JobWatch:
-    """Looks at jobs, keeps their leases, reads the first one's log, and cancels them while they are ours.
+    """Looks at jobs, keeps their leases, reads their logs, and cancels them while they are ours.
 
     Attributes:
         transports: by host name.
-        jobs: the log is the first one's.
+        jobs: node 0's first.
         owner: who we are; a job of another owner is looked at, never touched.
-        log_offset: where to read on in the log.
         fresh_files: gives input files of the jobs as they are now, each time that the leases are renewed.
     """
 
     transports: Mapping[str, Transport]
     jobs: Sequence[PlacedJob]
     owner: str
-    log_offset: int = 0
     clock: Callable[[], float] = time.monotonic
     fresh_files: Callable[[], Mapping[str, str]] = dict
     _renewed_at: float | None = None
     _failed_at: float | None = None
     _answered_at: dict[str, float] = field(default_factory=dict)
-    _pending: str = ""
+    _states: Sequence[JobState | None] = ()
+    _logs: list[_ShownLog] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._logs = [_ShownLog(job, is_alone=len(self.jobs) == 1) for job in self.jobs]
 
     def look(self) -> Look:
         """Return the states of all jobs now; renews the leases when that is due."""
         now = self.clock()
         due = self._renewed_at is None or now - self._renewed_at >= _RENEW_EVERY_S
         states = self._on_each(self._renewal() if due else on_host.state)
+        self._states = states
         if due and None not in states:
             self._renewed_at = now
         for job, state in zip(self.jobs, states, strict=True):
@@ -108,34 +155,44 @@ class JobWatch:
         return Look(states, now - min(self._answered_at.values(), default=now), failed_s)
 
     def new_lines(self) -> list[str]:
-        """Return the lines that the first job wrote since the last call; the middle is left out of a flood."""
-        job = self.jobs[0]
-        transport = self.transports[job.host]
-        try:
-            piece = on_host.log(transport, job.job_id, offset=self.log_offset, limit=_LOG_PIECE_BYTES)
-        except HostUnreachable:
-            return []
-        lines = self._lines(piece.text)
-        self.log_offset = piece.next_offset
-        behind = piece.size - piece.next_offset
-        if behind > _MAX_BEHIND_BYTES:
-            lines += self._lines(f"\n[{behind - _LOG_PIECE_BYTES} bytes of the log are left out here]\n")
-            self.log_offset = piece.size - _LOG_PIECE_BYTES
-        return lines
+        """Return the lines that the jobs wrote until the last look and that were not returned yet, job by job.
+
+        However much one job writes, each has its share of what one call reads; a host that did not answer the last
+        look is not asked.
+        """
+        limit = min(_LOG_PIECE_BYTES, _LOG_LOOK_BYTES // len(self.jobs))
+        new = [
+            log
+            for log, state in zip(self._logs, self._states, strict=False)
+            if state is not None and state.log_bytes > log.offset
+        ]
+
+        def read(log: _ShownLog) -> list[str]:
+            try:
+                return log.read(self.transports[log.job.host], limit=limit)
+            except HostUnreachable:
+                return []
+
+        return [line for lines in _side_by_side(read, new) for line in lines]
+
+    def start_logs_at(self, *offsets: Sequence[int]) -> None:
+        """Go on with the logs where they were shown before: for each job, at the furthest of the offsets."""
+        for known in offsets:
+            for log, offset in zip(self._logs, known, strict=False):
+                log.offset = max(log.offset, offset)
 
     @property
-    def shown_offset(self) -> int:
-        """Where the first line starts that has not been returned."""
-        return self.log_offset - len(self._pending.encode())
+    def shown_offsets(self) -> list[int]:
+        """Where, in each job's log, the first line starts that has not been returned."""
+        return [log.shown_offset for log in self._logs]
 
-    def rest(self) -> list[str]:
-        """Return what is left of a last line without an end."""
-        rest, self._pending = self._pending, ""
-        return [rest] if rest else []
-
-    def _lines(self, text: str) -> list[str]:
-        *lines, self._pending = (self._pending + text).split("\n")
-        return [line.rstrip("\r") for line in lines]
+    def last_lines(self) -> list[str]:
+        """Return all that was there at the last look and was not returned yet, last lines without an end, too."""
+        lines: list[str] = []
+        before: list[int] = []
+        while before != (before := [log.offset for log in self._logs]):
+            lines += self.new_lines()
+        return lines + [line for log in self._logs for line in log.rest()]
 
     def adopt(self) -> list[JobState | None]:
         """Become the owner of the jobs that live."""
@@ -166,7 +223,11 @@ class JobWatch:
             except HostUnreachable:
                 return None
 
-        if len(self.jobs) == 1:
-            return [one(self.jobs[0])]
-        with ThreadPoolExecutor(len(self.jobs)) as pool:
-            return list(pool.map(one, self.jobs))
+        return _side_by_side(one, self.jobs)
+
+
+def _side_by_side(do: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    if len(items) <= 1:
+        return [do(item) for item in items]
+    with ThreadPoolExecutor(len(items)) as pool:
+        return list(pool.map(do, items))

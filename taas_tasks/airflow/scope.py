@@ -77,8 +77,16 @@ def num_stopped(scope: Scope, task_ids: Sequence[str], *, states: Sequence[str] 
     )
 
 
-def read_offset(scope: Scope) -> int:
-    """Return how far the job's log was shown in this try. An XCom: a trigger has no other place that outlives it."""
+def offsets_of(kept: Any) -> list[int]:
+    """Return the offsets that were kept; it was one number when only the first job's log was shown."""
+    return [int(offset) for offset in (kept if isinstance(kept, list) else [kept or 0])]
+
+
+def read_offsets(scope: Scope) -> list[int]:
+    """Return how far the log of each job was shown in this try (node 0's first; empty: of none).
+
+    An XCom: a trigger has no other place that outlives it.
+    """
     from airflow.sdk.execution_time.xcom import XCom
 
     kept = XCom.get_one(
@@ -88,16 +96,16 @@ def read_offset(scope: Scope) -> int:
         run_id=scope.run_id,
         map_index=scope.map_index,
     )
-    return int(kept or 0)
+    return offsets_of(kept)
 
 
-def write_offset(scope: Scope, offset: int) -> None:
-    """Keep how far the job's log was shown, so that a restarted triggerer does not show it again."""
+def write_offsets(scope: Scope, offsets: Sequence[int]) -> None:
+    """Keep how far the jobs' logs were shown, so that a restarted triggerer does not show it again."""
     from airflow.sdk.execution_time.xcom import XCom
 
     XCom.set(
         key=_LOG_OFFSET,
-        value=offset,
+        value=list(offsets),
         dag_id=scope.dag_id,
         task_id=scope.task_id,
         run_id=scope.run_id,

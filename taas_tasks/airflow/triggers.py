@@ -19,7 +19,7 @@ from taas_tasks.airflow.gate_watch import GateWatch
 from taas_tasks.airflow.host_job import Wanted, owner_by_host, take_hosts
 from taas_tasks.airflow.hosts import OpenHosts
 from taas_tasks.airflow.job_watch import JobWatch, Look, next_step
-from taas_tasks.airflow.scope import Scope, num_stopped, read_offset, task_states, write_offset
+from taas_tasks.airflow.scope import Scope, num_stopped, read_offsets, task_states, write_offsets
 from taas_tasks.compute import jobs as on_host
 from taas_tasks.compute.inventory import Inventory
 from taas_tasks.store import open_store
@@ -115,13 +115,13 @@ class TaskTrigger(BaseTrigger):
         """Return the state of the task that waits."""
         return task_states(self.scope, [self.scope.task_id]).get(self.scope.state_name)
 
-    def read_offset(self) -> int:
-        """Return how far the log was shown before."""
-        return read_offset(self.scope)
+    def read_offsets(self) -> list[int]:
+        """Return how far the logs of the jobs were shown before."""
+        return read_offsets(self.scope)
 
-    def write_offset(self, offset: int) -> None:
-        """Keep how far the log was shown."""
-        write_offset(self.scope, offset)
+    def write_offsets(self, offsets: Sequence[int]) -> None:
+        """Keep how far the logs of the jobs were shown."""
+        write_offsets(self.scope, offsets)
 
 
 class HostsTrigger(TaskTrigger):
@@ -177,27 +177,35 @@ class HostsTrigger(TaskTrigger):
 
 
 class HostJobTrigger(TaskTrigger):
-    """Follows jobs until they are over; shows the first one's log, keeps the leases, ends the peers of a failed one.
+    """Follows jobs until they are over; shows their logs, keeps the leases, ends the peers of a failed one.
 
     Fires ``{"status": "ended" | "stopped" | "timeout" | "unreachable" | "refused", "reason": ...}``.
     """
 
-    def __init__(self, *, jobs: list[dict[str, str]], deadline: float, log_offset: int = 0, **base: Any) -> None:
+    def __init__(
+        self,
+        *,
+        jobs: list[dict[str, str]],
+        deadline: float,
+        log_offsets: Sequence[int] = (),
+        log_offset: int = 0,  # of the first job alone: triggers that were stored before all logs were shown
+        **base: Any,
+    ) -> None:
         super().__init__(**base)
         self.jobs = [PlacedJob.model_validate(job) for job in jobs]
         self.deadline = deadline
-        self.log_offset = log_offset
+        self.log_offsets = list(log_offsets) or [log_offset]
         self._kept_at = 0.0
 
     def own_kwargs(self) -> dict[str, Any]:
         """Return the kwargs that the base does not know; how far the log was shown since is kept elsewhere."""
         jobs = [job.model_dump() for job in self.jobs]
-        return {"jobs": jobs, "deadline": self.deadline, "log_offset": self.log_offset}
+        return {"jobs": jobs, "deadline": self.deadline, "log_offsets": self.log_offsets}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Look at the jobs until they are over, or must be ended."""
         watch = await asyncio.to_thread(self._open)
-        watch.log_offset = max(self.log_offset, await asyncio.to_thread(self.read_offset))
+        watch.start_logs_at(self.log_offsets, await asyncio.to_thread(self.read_offsets))
         since = time.monotonic()
         while True:
             try:
@@ -234,12 +242,12 @@ class HostJobTrigger(TaskTrigger):
             return {}
 
     async def _show(self, watch: JobWatch, *, last: bool = False) -> None:
-        lines = await asyncio.to_thread(watch.new_lines)
-        for line in lines + (watch.rest() if last else []):
+        lines = await asyncio.to_thread(watch.last_lines if last else watch.new_lines)
+        for line in lines:
             self.log.info("%s", line)
         if (lines or last) and (last or time.monotonic() - self._kept_at > _KEEP_OFFSET_EVERY_S):
             self._kept_at = time.monotonic()
-            await asyncio.to_thread(self.write_offset, watch.shown_offset)
+            await asyncio.to_thread(self.write_offsets, watch.shown_offsets)
 
     async def _event(self, watch: JobWatch, status: str) -> TriggerEvent:
         if status == "timeout":

@@ -13,7 +13,7 @@ import pytest
 
 from taas_tasks.airflow import triggers
 from taas_tasks.airflow.deployment import ConnectionKeys, as_on_hosts, key_files
-from taas_tasks.airflow.scope import Scope
+from taas_tasks.airflow.scope import Scope, offsets_of
 from taas_tasks.airflow.triggers import GateTrigger, HostJobTrigger, HostsTrigger
 from taas_tasks.compute import jobs
 from taas_tasks.layout import HostPaths
@@ -32,7 +32,7 @@ BASE = {
 }
 PLACEMENT = {"task_id": "train", "generation": 3, "flavor": "g2.8", "asked_at": 1.5}
 CASES = [
-    (HostJobTrigger, {**BASE, "jobs": [{"host": "g2-0", "job_id": "a"}], "deadline": 5.0, "log_offset": 7}),
+    (HostJobTrigger, {**BASE, "jobs": [{"host": "g2-0", "job_id": "a"}], "deadline": 5.0, "log_offsets": [7]}),
     (HostsTrigger, {**BASE, "num_hosts": 2, "placement": PLACEMENT}),
     (GateTrigger, {**BASE, "deadline": 9.0}),
 ]
@@ -62,7 +62,7 @@ class Airflow:
         self.hosts = hosts
         self.state = state
         self.num_stopped = 0
-        self.offset = 0
+        self.offsets: list[int] = []
         self.store = StoreConfig(bucket="b", access_key="a", secret_key="k")
 
     def trigger(self, kind, **kwargs):
@@ -81,11 +81,11 @@ class Airflow:
             def my_state(self):
                 return airflow.state
 
-            def read_offset(self):
-                return airflow.offset
+            def read_offsets(self):
+                return airflow.offsets
 
-            def write_offset(self, offset):
-                airflow.offset = offset
+            def write_offsets(self, offsets):
+                airflow.offsets = offsets
 
         return Told(**kwargs)
 
@@ -132,7 +132,7 @@ def test_event_when_the_job_is_over_and_its_log_was_shown(hosts, capsys):
     event = asyncio.run(first_event(follow(airflow, placement)))
     assert event["status"] == "ended"
     assert shown(capsys) == ["one", "two", "three"]
-    assert airflow.offset == len(b"one\ntwo\nthree")
+    assert airflow.offsets == [len(b"one\ntwo\nthree")]
 
 
 def test_jobs_are_given_session_credentials_anew_and_those_of_other_jobs_nothing(hosts):
@@ -180,12 +180,33 @@ def test_keys_of_the_connection_are_read_again_when_they_expired():
     assert source.await_others(first) and source.keys().session_token == "u"
 
 
-def test_restarted_triggerer_does_not_show_the_log_again(hosts, capsys):
+@pytest.mark.parametrize("kept_by", ["this one", "an older one", "the task"])
+def test_restarted_triggerer_does_not_show_the_log_again(hosts, capsys, kept_by):
     airflow = Airflow(hosts)
     _, placement = started(hosts, f"echo one; echo two; {GOOD}")
-    airflow.offset = len(b"one\n")
-    asyncio.run(first_event(follow(airflow, placement)))
+    shown_before = len(b"one\n")
+    airflow.offsets = {"this one": [shown_before], "an older one": offsets_of(shown_before), "the task": []}[kept_by]
+    told = {"log_offsets": [shown_before]} if kept_by == "the task" else {}
+    asyncio.run(first_event(follow(airflow, placement, **told)))
     assert shown(capsys) == ["two"]
+
+
+def test_a_trigger_that_was_stored_before_all_logs_were_shown_goes_on():
+    base = {**BASE, "jobs": [{"host": "g2-0", "job_id": "a"}, {"host": "g2-1", "job_id": "b"}], "deadline": 5.0}
+    trigger = HostJobTrigger(**base, log_offset=7)
+    assert trigger.serialize()[1]["log_offsets"] == [7]
+    assert (offsets_of(None), offsets_of(7), offsets_of([7, 8])) == ([0], [7], [7, 8])
+
+
+def test_logs_of_all_hosts_are_shown_each_line_with_its_host(hosts, capsys):
+    airflow = Airflow(hosts)
+    scripts = [f"echo '[g2-0 r0] a'; printf 'agent says'; {GOOD}", f"echo '[g2-1 r8] b'; echo '[c1 r1] x'; {GOOD}"]
+    _, placement = started(hosts, *scripts, num_hosts=2, flavor="g2.8")
+    asyncio.run(first_event(follow(airflow, placement)))
+    out = capsys.readouterr().out
+    expected = ["[g2-0 r0] a", "[g2-0] agent says", "[g2-1 r8] b", "[g2-1] [c1 r1] x"]
+    assert all(f" {line} " in out for line in expected)
+    assert airflow.offsets == [len("[g2-0 r0] a\nagent says"), len("[g2-1 r8] b\n[c1 r1] x\n")]
 
 
 def test_failure_of_another_task_ends_the_jobs(hosts):
