@@ -36,12 +36,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def runs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRuns]:
     """What the tests do with runs on a stack that drives the cluster."""
-    root = tmp_path_factory.mktemp("stack")
-    for folder in (root, *list(root.parents)[:2]):
-        folder.chmod(folder.stat().st_mode | 0o011)  # PostgreSQL runs as another user when we are root
     inventory, connections = with_a_stranger(cluster)
     stack = Stack(
-        root,
+        tmp_path_factory.mktemp("stack"),
         inventory=inventory,
         connections=connections,
         s3_address=cluster.gateway,

@@ -28,10 +28,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     if folder := os.environ.get("TAAS_TEST_STACK"):
         yield Stack(Path(folder), hosts_gpu=GPU_HOSTS, hosts_cpu=CPU_HOSTS)
         return
-    root = tmp_path_factory.mktemp("stack")
-    for folder in (root, *list(root.parents)[:2]):
-        folder.chmod(folder.stat().st_mode | 0o011)  # PostgreSQL runs as another user when we are root
-    stack = Stack(root, hosts_gpu=GPU_HOSTS, hosts_cpu=CPU_HOSTS, supervise=True)
+    stack = Stack(tmp_path_factory.mktemp("stack"), hosts_gpu=GPU_HOSTS, hosts_cpu=CPU_HOSTS, supervise=True)
     try:
         stack.up()
         yield stack
