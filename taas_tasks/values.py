@@ -318,6 +318,17 @@ class RankResult(Value):
     max_rss_bytes: int | None = None
 
 
+class Measured(Value):
+    """What the check before the start has measured on a node; None where it did not apply (one node, no GPU)."""
+
+    interface: str | None = None  # by which the ranks talk
+    clock_skew_s: float = 0.0  # ahead of the object store's
+    gloo_ms: float | None = None  # an all-reduce of one number among all nodes
+    gloo_mb_per_s: float | None = None  # of 8 MiB
+    nccl_ms: float | None = None
+    nccl_bus_gb_per_s: float | None = None  # of 256 MiB over all GPUs; unproven, it has not yet run on GPUs
+
+
 class NodeResult(Value):
     """How one node ended; put at ``layout.RunKeys.node_result`` of its generation."""
 
@@ -330,6 +341,7 @@ class NodeResult(Value):
     delivered: dict[str, int] = {}  # loader -> distinct elements (padding left out) that this host's feeder brought
     delivered_bytes: dict[str, int] = {}
     times: dict[str, float] = {}  # unix seconds: agent_started, preflight_done, ranks_started, ranks_ended, staged
+    measured: Measured | None = None
     other_rank_writes: list[str] = []
     repairs: list[str] = []  # sentences about segments that were lost and prepared again on this host
     error: dict[str, Any] | None = None  # TaasError.to_dict()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from taas_tasks.launch.aside import Aside, AsideFailed
 from taas_tasks.values import Value
 
 _MAX_USED_MB = 1024
 _TIMEOUT_S = 20.0
+_CUDA_TIMEOUT_S = 90.0
 _GPU_FIELDS = "index,uuid,name,memory.used"
 _APP_FIELDS = "gpu_uuid,pid,process_name,used_memory"
 
@@ -79,6 +82,50 @@ def _is_visible(gpu: Gpu, visible: str | None) -> bool:
         return True
     names = [name.strip() for name in visible.split(",") if name.strip()]
     return any(name == str(gpu.index) or (name.startswith("GPU-") and gpu.uuid.startswith(name)) for name in names)
+
+
+class Cuda(Value):
+    """What torch makes of the GPUs here. ``reason``: torch's own, where it cannot use them."""
+
+    num_gpus: int = 0
+    model: str | None = None
+    reason: str | None = None
+    built_for: str | None = None  # the CUDA version of torch's build; None: built without
+
+
+def ask_torch(folder: Path, *, check: Callable[[], None] = lambda: None) -> Cuda:
+    """Return what torch makes of the GPUs, asked in a process of its own: the agent never touches CUDA."""
+    with Aside(_use_every_gpu, folder=folder, name="cuda") as aside:
+        try:
+            return Cuda.model_validate_json(aside.wait(timeout_s=_CUDA_TIMEOUT_S, check=check))
+        except AsideFailed as failed:
+            return Cuda(reason=str(failed))
+
+
+def _use_every_gpu() -> str:
+    import torch
+
+    built_for = torch.version.cuda
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        num_gpus = torch.cuda.device_count()
+        for index in range(num_gpus):
+            torch.ones(1, device=f"cuda:{index}").add_(1).item()  # a kernel: the build may lack this GPU's kind
+        return Cuda(num_gpus=num_gpus, model=torch.cuda.get_device_name(0), built_for=built_for).model_dump_json()
+    except Exception as error:  # noqa: BLE001  # RuntimeError, AssertionError, AcceleratorError, ...
+        return Cuda(reason=f"{type(error).__name__}: {error}", built_for=built_for).model_dump_json()
+
+
+def cuda_findings(cuda: Cuda, *, ask: Ask | None = None) -> list[str]:
+    """Return why torch cannot use the GPUs, in torch's own words and beside what the driver says."""
+    if cuda.reason is None:
+        return []
+    said = (ask or _ask)(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"])
+    shown = said.splitlines() if said else []
+    driver = f"the driver shows {len(shown)} GPU(s) ({shown[0]})" if shown else "nvidia-smi does not answer"
+    build = f"this torch is built for CUDA {cuda.built_for}" if cuda.built_for else "this torch is built without CUDA"
+    mend = "install the driver and the torch build that fit each other"
+    return [f"torch cannot use the GPUs: {cuda.reason.strip().splitlines()[-1]}; {driver}, {build}: {mend}"]
 
 
 def look(ask: Ask | None = None) -> list[str]:

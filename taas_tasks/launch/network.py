@@ -31,11 +31,13 @@ def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def connect_findings(*, address: str, master: str, port: int, timeout_s: float = 10.0) -> list[str]:
-    """Return why node 0's rendezvous cannot be reached from here; one connection, bounded in time."""
+def connect_findings(
+    *, address: str, master: str, port: int, name: str = "node 0", timeout_s: float = 10.0
+) -> list[str]:
+    """Return why ``name``, at address ``master``, cannot be reached from here; one connection, bounded in time."""
     try:
         socket.create_connection((master, port), timeout=timeout_s, source_address=(address, 0)).close()
     except OSError as error:
-        text = f"{address} cannot connect to node 0 at {master} port {port} within {timeout_s:g} s ({error})"
+        text = f"{address} cannot connect to {name} at {master} port {port} within {timeout_s:g} s ({error})"
         return [f"{text}: likely a firewall; allow all TCP ports between the hosts of a training"]
     return []

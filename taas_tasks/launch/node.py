@@ -7,14 +7,14 @@ import logging
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from taas.errors import DeliveryError, LaunchError, RunCancelled, TaasError
 from taas_tasks.artifacts import stage
-from taas_tasks.launch import forkserver, preflight
+from taas_tasks.launch import clock, forkserver, gpus, preflight
 from taas_tasks.launch.environment import loader_environment, rank_environment
 from taas_tasks.launch.feeder_process import FeederProcess
 from taas_tasks.launch.files import RankFiles, RankSpec, write_json
@@ -82,9 +82,10 @@ class Node:
         env = self._rank_env()
         forkserver.start(env, preload=forkserver.worth_preloading(forkserver.imports_of(self.project)))
         guard = choose_guard(self.project)
-        rendezvous_store = self._preflight(guard)
+        rendezvous_store, infos = self._preflight(guard)
+        self._start_feeder()  # it starts while the group is tried
+        self._check_group(infos)
         self.ledger.note("preflight_done")
-        self._start_feeder()
         self._write_rank_files(guard)
         self._run_gang(rendezvous_store)
         self._end_everything()  # nothing may still write while the files are staged
@@ -130,42 +131,73 @@ class Node:
         )
         return {**env, MARK: self.mark}
 
-    def _preflight(self, guard: GuardMode | None) -> Any:
-        """Compare all nodes, and return the store of the rendezvous, which node 0 serves from here on."""
+    def _preflight(self, guard: GuardMode | None) -> tuple[Any, list[preflight.NodeInfo]]:
+        """Compare all nodes; return the store of the rendezvous, which node 0 serves from here on, and the nodes."""
         from taas_tasks.launch.rendezvous import host_store, join_store
 
         served = None
-        info = self._node_info()
+        cuda = None if self.plan.emulate_gpus else gpus.ask_torch(self.files.scratch, check=self._check)
+        info = self._node_info(cuda)
         findings = preflight.own_findings(self.plan, info, guard=guard)
+        if cuda is not None:
+            findings += gpus.cuda_findings(cuda) + gpus.look()
         if self.given.node_rank == 0 and not findings:
             served = host_store(self.given.address)
             info = info.model_copy(update={"port": served.port})
+        infos = self._exchange(info.model_copy(update={"findings": findings}), second=False)
+        if len(infos) > 1:
+            reach = preflight.reach_findings(info, infos[0])
+            self._exchange(info.model_copy(update={"findings": reach}), second=True)
+        return served or join_store(infos[0].address, int(infos[0].port or 0)), infos
+
+    def _exchange(self, info: preflight.NodeInfo, *, second: bool) -> list[preflight.NodeInfo]:
         infos = preflight.exchange(
             self.store,
-            info.model_copy(update={"findings": findings}),
+            info,
             run=self.given.run,
             generation=self.given.generation,
             nnodes=self.plan.nnodes,
             timeout_s=PREFLIGHT_TIMEOUT_S,
+            second=second,
             check=self._check,
         )
         preflight.judge(infos)
-        return served or join_store(infos[0].address, int(infos[0].port or 0))
+        return infos
 
-    def _node_info(self) -> preflight.NodeInfo:
-        import torch
-
-        num_gpus = 0 if self.plan.emulate_gpus else torch.cuda.device_count()
+    def _node_info(self, cuda: gpus.Cuda | None) -> preflight.NodeInfo:
         return preflight.NodeInfo(
             node_rank=self.given.node_rank,
             host=self.given.host,
             address=self.given.address,
             versions=preflight.installed_versions(),
-            num_gpus=num_gpus,
-            gpu_model=torch.cuda.get_device_name(0) if num_gpus else None,
+            num_gpus=cuda.num_gpus if cuda is not None else 0,
+            gpu_model=cuda.model if cuda is not None else None,
             disk_free_bytes=shutil.disk_usage(self.given.host_root).free,
             shm_bytes=preflight.shm_bytes(),
+            interface=preflight.interface_of(self.given.address),
+            clock_skew_s=clock.skew_s(self.store, self.keys.node_clock(self.given.generation, self.given.node_rank)),
         )
+
+    def _check_group(self, infos: Sequence[preflight.NodeInfo]) -> None:
+        """Have processes of all nodes reduce together, as the ranks will; while they do, the feeder starts."""
+        num_gpus = 0 if self.plan.emulate_gpus else self.plan.nproc_per_node
+        if len(infos) > 1 or num_gpus:
+            from taas_tasks.launch.group_run import check_group
+
+            report = check_group(
+                infos,
+                node_rank=self.given.node_rank,
+                num_gpus=num_gpus,
+                generation=self.given.generation,
+                folder=self.files.scratch,
+                check=self._check,
+            )
+            preflight.judge(
+                [info.model_copy(update={"findings": report.findings.get(info.node_rank, [])}) for info in infos]
+            )
+        else:
+            report = None
+        self.ledger.take_measured(preflight.measured(infos[self.given.node_rank], report))
 
     def _start_feeder(self) -> None:
         if not self.plan.loaders:

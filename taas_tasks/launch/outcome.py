@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from taas.errors import RankFailed, TaasError
 from taas_tasks.delivery import read_passes
 from taas_tasks.launch.files import RankFiles, state_of_files
-from taas_tasks.values import NodeResult, RankPass, RankResult
+from taas_tasks.values import Measured, NodeResult, RankPass, RankResult
 from taas_tasks.verdict import launch_error_of
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class NodeLedger:
         self._files = files
         self._times: dict[str, float] = {"agent_started": time.time()}
         self._ranks: list[RankResult] = []
+        self._measured: Measured | None = None
 
     def note(self, name: str) -> None:
         """Note the time of a step."""
@@ -36,6 +37,10 @@ class NodeLedger:
         """Take over how the ranks ended."""
         self._times.update(outcome.times)
         self._ranks = outcome.ranks
+
+    def take_measured(self, measured: Measured) -> None:
+        """Take over what the check before the start has measured."""
+        self._measured = measured
 
     def ranks(self) -> list[int]:
         """Return the global ranks that this node had."""
@@ -63,6 +68,7 @@ class NodeLedger:
             delivered=stats.get("delivered", {}),
             delivered_bytes=stats.get("delivered_bytes", {}),
             times=self._times,
+            measured=self._measured,
             other_rank_writes=self._other_rank_writes(),
             repairs=stats.get("repairs", []),
             error=error.to_dict() if error is not None else None,

@@ -20,9 +20,10 @@ from typing import Literal
 from taas.errors import ObjectMissing, PreflightFailed
 from taas.flavors import FLAVORS
 from taas_tasks.launch import clock, network
+from taas_tasks.launch.group_run import GroupReport
 from taas_tasks.layout import RunKeys
 from taas_tasks.store.base import ObjectStore
-from taas_tasks.values import LaunchPlan, Value, Versions
+from taas_tasks.values import LaunchPlan, Measured, Value, Versions
 
 _COMPARED_PACKAGES = ("torch", "numpy", "pytorch-lightning", "lightning", "pyarrow", "cloudpickle", "taas")
 _MIN_DISK_BYTES = 1 << 30
@@ -147,6 +148,12 @@ def judge(infos: Sequence[NodeInfo]) -> None:
     if found:
         lines = [f"{name}: {text}" for name, texts in found.items() for text in texts]
         raise PreflightFailed("the hosts are not fit for the training: " + "; ".join(lines), findings=found)
+
+
+def measured(info: NodeInfo, report: GroupReport | None) -> Measured:
+    """Return what the check has measured on this node, for its result."""
+    speeds = report.model_dump(exclude={"findings"}) if report is not None else {}
+    return Measured(interface=info.interface, clock_skew_s=info.clock_skew_s, **speeds)
 
 
 def _name(info: NodeInfo) -> str:

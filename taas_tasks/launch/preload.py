@@ -24,6 +24,7 @@ _ALWAYS = (
     "torch.utils.data",
     "taas_tasks.delivery.provider",
     "taas_tasks.launch.emulation",
+    "taas_tasks.launch.group_check",
     "taas_tasks.launch.rank_main",
 )
 

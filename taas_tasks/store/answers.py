@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 
 from taas.errors import ObjectCorrupt, ObjectMissing, StoreError, StoreRefused, StoreUnavailable
 
@@ -14,6 +16,7 @@ _RETRIED_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "Re
 _REFUSALS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "InvalidToken"})
 EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
 _CLOCK_CODES = frozenset({"RequestTimeTooSkewed", "RequestExpired"})
+_MAX_SKEW_S = 900.0  # what S3 allows
 _jitter = random.Random()  # of its own: the user's stream of random numbers must not move when a request is retried
 
 
@@ -35,12 +38,23 @@ def code_of(body: str) -> str:
     return found.group(1) if found else ""
 
 
-def error_for(key: str, *, status: int, code: str, message: str = "") -> StoreError:
-    """Return the error that a failed answer about ``key`` means."""
+def error_for(
+    key: str,
+    *,
+    status: int,
+    code: str,
+    message: str = "",
+    date: str | None = None,
+    clock: Callable[[], float] = time.time,
+) -> StoreError:
+    """Return the error that a failed answer about ``key`` means. ``date``: the answer's own, in HTTP's form."""
     if code == "NoSuchBucket":
         return StoreRefused("the bucket does not exist: make it, or correct its name in the store's connection")
-    if code in _CLOCK_CODES:
-        return StoreRefused(f"the store refused {key!r} ({code}): set this machine's clock (NTP)", key=key, code=code)
+    skew_s = _skew_s(date, clock())
+    # An answer to a HEAD has no code: there the date alone tells.
+    if code in _CLOCK_CODES or (status == 403 and not _is_named(code) and abs(skew_s or 0.0) > _MAX_SKEW_S):
+        text = f"the store refused {key!r} ({_is_named(code) or status}): {_off(skew_s)}"
+        return StoreRefused(f"{text}; set this machine's clock (NTP)", key=key, code=code, skew_s=skew_s)
     if code in EXPIRED_CODES:
         text = f"the store refused {key!r} ({code}): the session credentials have expired and were not renewed"
         return StoreRefused(f"{text}; renew those of the store's connection", key=key, code=code)
@@ -60,3 +74,22 @@ def _error_of_object(key: str, status: int, code: str, message: str) -> StoreErr
     if status == 416:
         return ObjectCorrupt(f"object {key!r} ends before the range that was asked for", key=key)
     return StoreError(f"the store answered {status} {code} for {key!r}: {message[:200]}", key=key, code=code)
+
+
+def _is_named(code: str) -> str:
+    """Return the code that S3 gave, or nothing: boto3 gives the status in its place."""
+    return "" if code.isdigit() else code
+
+
+def _skew_s(date: str | None, now: float) -> float | None:
+    """Return by how many seconds this machine's clock is ahead of the answer's date."""
+    try:
+        return now - parsedate_to_datetime(date).timestamp() if date else None
+    except ValueError:
+        return None
+
+
+def _off(skew_s: float | None) -> str:
+    if skew_s is None or abs(skew_s) <= _MAX_SKEW_S:
+        return f"this machine's clock is more than {_MAX_SKEW_S:.0f} s off the store's"
+    return f"this machine's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the store's"

@@ -164,7 +164,8 @@ class HttpReader:
         text = self._text(exchange)
         if response.status in RETRIED_STATUS:
             return StoreUnavailable(f"the store answered {response.status} {code_of(text)} for {key!r}", key=key)
-        return error_for(key, status=response.status, code=code_of(text), message=text)
+        date = response.getheader("Date")
+        return error_for(key, status=response.status, code=code_of(text), message=text, date=date)
 
     def _text(self, exchange: Exchange) -> str:
         try:

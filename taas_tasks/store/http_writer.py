@@ -60,8 +60,8 @@ class HttpWriter:
         except TROUBLE as error:
             reason = f"{type(error).__name__}: {error}"
             return StoreUnavailable(f"{target.scheme}://{target.netloc} does not answer ({reason})", key=key)
-        status = exchange.response.status
-        return None if status == 200 else error_for(key, status=status, code=code_of(text), message=text)
+        status, date = exchange.response.status, exchange.response.getheader("Date")
+        return None if status == 200 else error_for(key, status=status, code=code_of(text), message=text, date=date)
 
     def _text(self, exchange: Exchange) -> str:
         try:

@@ -360,6 +360,12 @@ def _unavailable(error: Exception) -> StoreUnavailable:
 
 
 def _error_of(key: str, error: boto_errors.ClientError) -> StoreError:
-    status = int(error.response["ResponseMetadata"]["HTTPStatusCode"])
+    answer = error.response["ResponseMetadata"]
     about = error.response.get("Error", {})
-    return error_for(key, status=status, code=about.get("Code", ""), message=about.get("Message", ""))
+    return error_for(
+        key,
+        status=int(answer["HTTPStatusCode"]),
+        code=about.get("Code", ""),
+        message=about.get("Message", ""),
+        date=answer.get("HTTPHeaders", {}).get("date"),
+    )

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from taas_tasks.launch import forkserver
 from tests.launch.gang import Gang
 from tests.support.s3_server import S3Server
 
@@ -33,3 +35,12 @@ def make_gang(tmp_path: Path, s3_server: S3Server) -> Iterator[MakeGang]:
     yield make
     for gang in made:
         gang.stop()
+
+
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[None]:
+    """A fork server with torch, as a node agent starts it; it and what came from it are gone afterwards."""
+    forkserver.start({**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, preload=[])
+    yield
+    forkserver.stop()
+    forkserver.stop_resource_tracker()

@@ -56,6 +56,10 @@ def test_plain_ddp_script_trains_on_all_ranks(make_gang: MakeGang, nnodes: int, 
             assert f"{line} argv=['train.py', '--lr', '0.1']" in gang.out(node_rank)
     assert [rank.exit_code for node in result.nodes for rank in node.ranks] == [0] * world
     assert all(rank.first_step_at for node in result.nodes for rank in node.ranks)
+    for node in result.nodes:
+        assert node.measured is not None
+        assert node.measured.interface == "lo"
+        assert (node.measured.gloo_mb_per_s or 0) > 0 if nnodes > 1 else node.measured.gloo_mb_per_s is None
     assert gang.out(0).count("NO GPU HERE") == 1
     assert (gang.project() / "model.pt").exists()
     assert gang.processes() == []

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from taas_tasks.launch.clock import findings, skew_s
+from taas_tasks.store import ObjectStore
 from taas_tasks.store.memory import MemoryStore
 
 
@@ -25,3 +26,9 @@ def test_clock_that_is_off_is_told_with_its_size_and_both_limits(off_s: float, w
 def test_a_minute_is_allowed() -> None:
     assert findings(59.0) == []
     assert findings(-61.0) != []
+
+
+@pytest.mark.parametrize("off_s", [0.0, 1000.0, -1000.0])
+def test_real_store_dates_tell_how_far_the_clock_is_off(s3_store: ObjectStore, off_s: float) -> None:
+    found = skew_s(s3_store, "clock", clock=lambda: time.time() + off_s)
+    assert found == pytest.approx(off_s, abs=2.0)

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from taas_tasks.store import open_store
 from taas_tasks.store.answers import Retries, error_for
 from taas_tasks.store.s3 import S3Store
 from tests.store.reading import gathered
-from tests.support.faulty_proxy import Answer, Call, Cut, CutUpload, FaultyProxy, faulty_proxy, request_proxy
+from tests.support.faulty_proxy import Answer, Call, Cut, CutUpload, FaultyProxy, Refuse, faulty_proxy, request_proxy
 from tests.support.s3_server import S3Server
 
 pytestmark = pytest.mark.store
@@ -245,6 +246,27 @@ def test_an_answer_becomes_the_error_that_says_what_to_do(
     found = error_for("k", status=status, code=code)
     assert type(found) is kind
     assert text in found.message
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(2000, "s ahead of the store's"), (-2000, "s behind the store's")])
+def test_a_store_that_refuses_for_the_clock_says_by_how_much_it_is_off(
+    s3_server: S3Server, ahead_s: float, words: str
+) -> None:
+    with request_proxy(s3_server.ports.s3) as proxy:
+        store = S3Store(s3_server.fresh_config(endpoint_url=proxy.url), retries=QUICK)
+        date = formatdate(time.time() - ahead_s, usegmt=True)
+        proxy.add(Refuse(403, "RequestTimeTooSkewed", date=date), times=10)
+        for act in (lambda: store.get("k"), lambda: store.put("k", b""), lambda: store.head("k")):
+            with pytest.raises(StoreRefused, match=r"clock is (19|20)\d\d s") as caught:
+                act()
+            assert words in caught.value.message
+            assert abs(caught.value.fields["skew_s"]) == pytest.approx(2000, abs=10)
+
+
+def test_a_refusal_that_names_another_reason_is_not_put_down_to_the_clock() -> None:
+    date = formatdate(time.time() - 2000, usegmt=True)
+    assert "clock" not in error_for("k", status=403, code="AccessDenied", date=date).message
+    assert "clock" in error_for("k", status=403, code="403", date=date).message
 
 
 def fetch(url: str, *, method: str = "GET", data: bytes | None = None) -> bytes:

@@ -29,6 +29,7 @@ class Answer:
 
     status: int
     code: str
+    date: str | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class Refuse:
 
     status: int
     code: str
+    date: str | None = None
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,8 @@ class _Passing(BaseHTTPRequestHandler):
         fault = self.server.proxy.fault_for(request)
         if isinstance(fault, Refuse):
             self.server.proxy.on_refusal()
-            return self._answer(fault.status, [], f"<Error><Code>{fault.code}</Code></Error>".encode())
+            headers = [("Date", fault.date)] if fault.date else []
+            return self._answer(fault.status, headers, f"<Error><Code>{fault.code}</Code></Error>".encode())
         if isinstance(fault, Delay):
             time.sleep(fault.seconds)
         if isinstance(fault, CutUpload):
@@ -324,7 +327,7 @@ class _Passing(BaseHTTPRequestHandler):
         if "content-length" not in named and self.command != "HEAD":
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data[:cut])
+        self.wfile.write(b"" if self.command == "HEAD" else data[:cut])
         if cut is not None and cut < len(data):
             self.close_connection = True
 
