@@ -22,8 +22,8 @@ class JobSpec(Value):
 
     In ``argv`` and ``cwd`` the text ``{job}`` stands for the job's folder. Everything else is plain
     data: no shell ever sees it. ``env`` and ``files`` may be secret: they travel in 0600 files, never in argv, are not
-    in ``repr``, and are wiped from the host when the job has ended. The process gets ``env`` exactly, besides PATH,
-    HOME, LANG and TMPDIR of the host, ``TAAS_JOB_ID`` and ``TAAS_JOB_DIR``.
+    in ``repr``, and are wiped from the host when the job has ended. The process gets ``env`` exactly, besides PATH
+    (behind that of ``env``), HOME, LANG and TMPDIR of the host, ``TAAS_JOB_ID`` and ``TAAS_JOB_DIR``.
 
     Attributes:
         owner: Who may cancel the job and renew its lease, for instance the id of the Airflow try that waits for it.

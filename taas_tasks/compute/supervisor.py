@@ -168,9 +168,13 @@ class Supervisor:
         return text.replace("{job}", str(self.folder))
 
     def environment(self) -> dict[str, str]:
-        """Return the command's environment."""
+        """Return the command's environment; a search path that it is given stands in front of the host's."""
         kept = {name: os.environ[name] for name in ps.KEPT_VARIABLES if name in os.environ}
-        return {**kept, **self.spec["env"], "TAAS_JOB_ID": self.spec["job_id"], "TAAS_JOB_DIR": str(self.folder)}
+        env = {**kept, **self.spec["env"], "TAAS_JOB_ID": self.spec["job_id"], "TAAS_JOB_DIR": str(self.folder)}
+        paths = [self.spec["env"].get("PATH"), kept.get("PATH")]
+        if all(paths):
+            env["PATH"] = ":".join(paths)
+        return env
 
     def _become_command(self) -> None:
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
