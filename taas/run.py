@@ -143,18 +143,28 @@ class Run:
             rank: The rank to read alone, as it wrote. Without, each line is led by its host and rank.
             until_now: End as soon as all that is there now was read.
             poll_s: Seconds between two looks.
+
+        Raises:
+            ClientError: there is no such rank, or Airflow cannot be reached (for long, while it is followed).
         """
-        cursor, is_last = "", False
+        cursor, is_idle, is_over, missed = "", False, until_now, 0
         while True:
-            before = cursor
-            texts, cursor, complete = self.client.logs(self.run_id, rank=rank, cursor=cursor)
+            try:
+                is_over = is_over or (is_idle and self.status().is_over)  # before the look: it may find the last words
+                texts, after, complete = self.client.logs(self.run_id, rank=rank, cursor=cursor)
+            except ClientError as error:
+                missed += 1
+                if until_now or not error.fields.get("transient") or missed > _MAX_MISSED_POLLS:
+                    raise
+                self.client.sleep(poll_s)
+                continue
             if text := "".join(one.text if rank is not None else one.as_lines() for one in texts):
                 yield text
-            if complete or (cursor == before and (is_last or until_now)):
+            cursor, is_idle, missed = after, after == cursor, 0
+            if complete or (is_idle and is_over):
                 return
-            if cursor == before:
-                is_last = self.status().is_over
-                self.client.sleep(0 if is_last else poll_s)
+            if is_idle:
+                self.client.sleep(poll_s)
 
     def cancel(self) -> str:
         """Stop the run: Airflow marks it failed, and every process of it ends. Return its state before.

@@ -223,6 +223,17 @@ def test_followed_logs_end_with_the_run(airflow: FakeAirflow, client: Client) ->
     assert list(Run("a", client=client).follow_logs()) == ["[h r0] last words\n"]
 
 
+def test_following_logs_outlives_a_restart_of_airflow_but_not_a_refusal(airflow: FakeAirflow, client: Client) -> None:
+    airflow.logs["a", None] = [([("h", 0, "one\n")], False), ([("h", 0, "two\n")], True)]
+    followed = Run("a", client=client).follow_logs()
+    assert next(followed) == "[h r0] one\n"
+    airflow.before = [fails(httpx.ConnectError)] * 12
+    assert next(followed) == "[h r0] two\n"
+    airflow.before = [fails(httpx.ConnectError)] * 12
+    with pytest.raises(ClientError, match="cannot be reached"):
+        Run("a", client=client).logs()
+
+
 def test_report_artifacts_and_cancel_are_the_runs(airflow: FakeAirflow, client: Client, tmp_path: Any) -> None:
     run = submit(CONF, "a", client=client)
     with pytest.raises(ClientError, match="no report yet"):
