@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 from taas.errors import RegisterError
+from taas.made_with import marked, versions_here
 
 _MAX_DEPTH = 24
 
@@ -32,7 +33,7 @@ class _Counter(io.RawIOBase):
 
 
 def measure_pickle(value: Any, *, name: str) -> int:
-    """Return how many bytes the object's pickle has (lambdas and a notebook's classes included).
+    """Return how many bytes the object's payload has (lambdas and a notebook's classes included).
 
     Raises:
         RegisterError: "NAME cannot be serialized: ..." with the path of the part that cannot, its type, and what to do.
@@ -41,7 +42,7 @@ def measure_pickle(value: Any, *, name: str) -> int:
     error = _dump(value, counter)
     if error is not None:
         raise _not_serialized(name, value, error)
-    return counter.num_bytes
+    return counter.num_bytes + len(marked(b"", versions_here()))
 
 
 def _not_serialized(name: str, value: Any, error: Exception) -> RegisterError:
@@ -52,12 +53,12 @@ def _not_serialized(name: str, value: Any, error: Exception) -> RegisterError:
 
 
 def pickled(value: Any, *, name: str) -> bytes:
-    """Return the object's pickle as hosts open it; raises what ``measure_pickle`` raises."""
+    """Return the object's payload: its pickle, and behind it the versions; raises what ``measure_pickle`` raises."""
     file = io.BytesIO()
     outcome = _dump(value, file)
     if outcome is not None:
         raise _not_serialized(name, value, outcome)
-    return file.getvalue()
+    return marked(file.getvalue(), versions_here())
 
 
 @cache

@@ -22,6 +22,7 @@ from taas_tasks.launch.guard import GuardMode, choose_guard
 from taas_tasks.launch.live_logs import LiveLogs
 from taas_tasks.launch.logs import LogMerger, mark_restart
 from taas_tasks.launch.outcome import NodeLedger
+from taas_tasks.launch.payload_check import payload_findings
 from taas_tasks.launch.processes import MARK, end_marked
 from taas_tasks.launch.watch import StopReason, Watch
 from taas_tasks.layout import HostPaths, RunKeys
@@ -139,6 +140,7 @@ class Node:
         cuda = None if self.plan.emulate_gpus else gpus.ask_torch(self.files.scratch, check=self._check)
         info = self._node_info(cuda)
         findings = preflight.own_findings(self.plan, info, guard=guard)
+        findings += payload_findings(self.plan, self.files, self.project, check=self._check)
         if cuda is not None:
             findings += gpus.cuda_findings(cuda) + gpus.look()
         if self.given.node_rank == 0 and not findings:

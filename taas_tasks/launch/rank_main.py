@@ -29,7 +29,7 @@ from taas_tasks.launch.files import EndReport, ErrorReport, RankFiles, RankSpec,
 from taas_tasks.launch.guard import apply_guard
 from taas_tasks.launch.notice import WriteNotice
 from taas_tasks.launch.processes import die_with_parent, flush_c_streams, say_end_of_connections
-from taas_tasks.launch.script import CELL_NAME, open_cell, run_cell, run_script
+from taas_tasks.launch.script import CELL_NAME, add_python_path, open_cell, run_cell, run_script
 from taas_tasks.verdict import LAUNCH, class_of_exception
 
 _TAIL_CHARS = 6000
@@ -82,7 +82,7 @@ def _prepare(rank: _Rank) -> None:
     os.umask(0o022)  # jobs run with 077; what the script writes is to have the modes that it would have anywhere
     die_with_parent()  # after the guard: a change of credentials clears it
     os.chdir(rank.project)
-    _add_python_path()
+    add_python_path()
     _set_up_torch(rank)
     os.environ["TAAS_CONTEXT"] = str(rank.files.context(rank.rank))
 
@@ -118,12 +118,6 @@ def _guard(rank: _Rank) -> None:
             os.environ["TMPDIR"] = str(rank.files.scratch / "tmp")
         rank.notice = WriteNotice(rank.rank, shared)
         rank.notice.install()
-
-
-def _add_python_path() -> None:
-    """Give effect to a PYTHONPATH of the request: multiprocessing has replaced ``sys.path`` by the node agent's."""
-    wanted = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[0:0] = [entry for entry in wanted if entry not in sys.path]
 
 
 def _set_up_torch(rank: _Rank) -> None:

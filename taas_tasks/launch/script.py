@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from taas.errors import LaunchError
+from taas.made_with import refusal, versions_here, versions_of
 
 CELL_NAME = "<taas cell>"
 """The file name that tracebacks show for a captured cell's lines."""
@@ -28,6 +30,12 @@ class _CellModule(types.ModuleType):
             return self.__dict__["_names"][name]
         except KeyError:
             raise AttributeError(f"module '__main__' has no attribute {name!r}") from None
+
+
+def add_python_path() -> None:
+    """Give effect to a PYTHONPATH of the request: multiprocessing has replaced ``sys.path`` by the node agent's."""
+    wanted = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[0:0] = [entry for entry in wanted if entry not in sys.path]
 
 
 def run_script(project: Path, script: str, args: list[str]) -> None:
@@ -52,12 +60,15 @@ def open_cell(payload: Path, sha256: str) -> dict[str, Any]:
     """Return a captured cell's payload, unpickled only after its sha256 has been verified.
 
     Raises:
-        LaunchError: The bytes are not those that the request names, or the format is unknown.
+        LaunchError: The bytes are not those that the request names, were made with versions that do not fit these, or
+            have an unknown format.
     """
     data = payload.read_bytes()
     got = hashlib.sha256(data).hexdigest()
     if got != sha256:
         raise LaunchError(f"the cell's payload has sha256 {got}, the request says {sha256}; submit the cell again")
+    if why := refusal(versions_of(data), versions_here()):
+        raise LaunchError(f"the cell cannot be opened here: {why}")
     import cloudpickle
 
     cell: dict[str, Any] = cloudpickle.loads(data)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.errors import LoaderError, ObjectCorrupt
+from taas.made_with import differences, refusal, versions_here, versions_of
 from taas_tasks.prep.elements import describe, users_traceback
 from taas_tasks.store.base import ObjectStore
 
@@ -58,7 +59,7 @@ def open_loader(
         raise LoaderError(
             "a loader needs a source like 'data.py:make_loader', or a payload and its sha256; got neither"
         )
-    found = _from_payload(ref.payload, ref.sha256, store)
+    found = open_payload(store.get(ref.payload), ref.payload, ref.sha256)
     return check_loader(found, "the uploaded loader", is_to_be_prepared=is_to_be_prepared)
 
 
@@ -156,8 +157,13 @@ def _call(function: Any, source: str) -> Any:
 # --- a payload ------------------------------------------------------------------------------------------------------
 
 
-def _from_payload(key: str, sha256: str, store: ObjectStore) -> Any:
-    data = store.get(key)
+def open_payload(data: bytes, key: str, sha256: str) -> Any:
+    """Return what a payload holds, unpickled only after its sha256 and its versions have been compared.
+
+    Raises:
+        LoaderError: It was made with versions that do not fit these, or opening it raised.
+        ObjectCorrupt: It is not the one that the request names.
+    """
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
         raise ObjectCorrupt(
@@ -165,6 +171,9 @@ def _from_payload(key: str, sha256: str, store: ObjectStore) -> Any:
             " again, and find out who wrote this object",
             key=key,
         )
+    made, here = versions_of(data), versions_here()
+    if why := refusal(made, here):
+        raise LoaderError(f"the uploaded loader cannot be opened here: {why}", made_with=made, versions=here)
     try:
         opened = cloudpickle.loads(data)
         _show_classes_in_main()
@@ -173,7 +182,8 @@ def _from_payload(key: str, sha256: str, store: ObjectStore) -> Any:
         hint = (
             "the uploaded loader cannot be opened here (is a package missing, or of another version than where it was"
         )
-        _raise(f"{hint} made? this is Python {sys.version.split()[0]})", error)
+        others = "; ".join(differences(made, here)) or f"this is Python {here['python']}"
+        _raise(f"{hint} made? {others})", error)
 
 
 def _show_classes_in_main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from taas_tasks.launch import forkserver
+from taas_tasks.launch.environment import rank_environment
 from tests.launch.gang import Gang
 from tests.support.s3_server import S3Server
 
@@ -40,7 +41,9 @@ def make_gang(tmp_path: Path, s3_server: S3Server) -> Iterator[MakeGang]:
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[None]:
     """A fork server with torch, as a node agent starts it; it and what came from it are gone afterwards."""
-    forkserver.start({**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, preload=[])
+    asked: dict[str, dict[str, str]] = {"request_env": {}, "secrets": {}}
+    env = rank_environment(os.environ, nnodes=2, nproc_per_node=2, emulate_gpus=True, interface="lo", **asked)
+    forkserver.start(env, preload=[])
     yield
     forkserver.stop()
     forkserver.stop_resource_tracker()

@@ -132,3 +132,23 @@ def test_rank_0s_files_are_staged_and_nothing_else(make_gang: MakeGang) -> None:
     staged = StagedArtifacts.model_validate_json(gang.store.get(RunKeys(gang.run).staged(1)))
     assert sorted(one.path for one in staged.files) == ["kept.txt", "model.bin"]
     assert "staged" in gang.result().nodes[0].times
+
+
+def test_two_gangs_on_one_host_at_once_have_ports_of_their_own(make_gang: MakeGang) -> None:
+    script = """
+        import os, time
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        print("port=" + os.environ["MASTER_PORT"], "ready", flush=True)
+        while not os.path.exists("leave"):
+            time.sleep(0.05)
+        dist.barrier()
+    """
+    gangs = [make_gang(script, nproc=1), make_gang(script, nproc=1)]
+    for gang in gangs:
+        gang.wait_for("ready")  # both are there at this moment
+    ports = [gang.out().split("port=")[1].split()[0] for gang in gangs]
+    assert ports[0] != ports[1]
+    for gang in gangs:
+        (gang.project() / "leave").touch()
+        assert gang.wait().ok, gang.all_output()

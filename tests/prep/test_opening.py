@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from taas.errors import LoaderError, ObjectCorrupt
+from taas.made_with import marked
 from taas.request import LoaderRef
 from taas_tasks.prep.opening import check_loader, open_loader
 from taas_tasks.store.memory import MemoryStore
@@ -115,6 +116,16 @@ def test_a_payload_that_is_not_the_one_named_is_not_opened(project: Path, memory
 class _Trap:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("trapped"),)
+
+
+def test_a_payload_of_another_python_is_not_opened_and_says_both_versions(
+    project: Path, memory_store: MemoryStore
+) -> None:
+    data = marked(cloudpickle.dumps(_Trap()), {"python": "3.99.1"})
+    memory_store.put("projects/p/payloads/x", data)
+    ref = LoaderRef(payload="projects/p/payloads/x", sha256=hashlib.sha256(data).hexdigest())
+    with pytest.raises(LoaderError, match=r"python 3\.99\.1 where it was made, 3\.\d+\.\d+ here"):
+        open_loader(ref, project, memory_store)
 
 
 def test_a_payload_that_cannot_be_opened_says_what_is_missing(project: Path, memory_store: MemoryStore) -> None:
