@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo up down status test test-quick test-exact test-cluster check format lock bench-launch bench-delivery clean
+.PHONY: help setup demo up down status test test-quick test-exact test-cluster chaos check format lock bench-launch bench-delivery clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -48,6 +48,11 @@ CASES ?= 2000
 
 test-exact: $(READY) ## thousands of drawn loaders, machines, ranks and kills against torch (CASES=2000)
 	TAAS_EXACT_CASES=$(CASES) TAAS_EXACT_KILL_CASES=$$(( $(CASES) / 20 + 1 )) $(BIN)/python -m pytest tests/exact --timeout 36000
+
+REQUESTS ?= 20
+
+chaos: $(READY) ## requests on a cluster while parts of it die [SEED=n REQUESTS=20] (var/chaos; needs podman, as root)
+	$(BIN)/python -m tests.cluster.chaos $(if $(SEED),--seed $(SEED)) --requests $(REQUESTS)
 
 check: $(READY) ## format, lint, types, walls
 	$(BIN)/ruff format --check .

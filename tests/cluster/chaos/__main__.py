@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.cluster.chaos.run import Chaos, run
+from tests.cluster.chaos.run import Chaos, run, world
 from tests.cluster.chaos.schedule import FAULT_KINDS
 from tests.cluster.podman import why_not
 
@@ -26,7 +26,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="taas-chaos-"))
     folder.chmod(0o711)  # PostgreSQL runs as another user when we are root
     print(f"logs: {folder}/stack/logs", flush=True)
-    found = run(folder, seed=asked.seed, count=asked.requests)
+    with world(folder) as runs:
+        found = run(runs, seed=asked.seed, count=asked.requests)
     out = Path("var") / "chaos" / f"{asked.seed}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(found.to_json())

@@ -9,22 +9,22 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from taas_tasks.compute.inventory import Host, Inventory
-from taas_tasks.compute.ssh import SshAddress, SshTransport
 from taas_tasks.stack import Stack
 from tests.cluster.chaos import judge, requests, schedule
 from tests.cluster.chaos.faults import Harm, Hit, processes_on, task_processes
 from tests.cluster.chaos.judge import Ended
 from tests.cluster.chaos.schedule import FaultKind, Wanted
 from tests.cluster.cluster import ROOT, Cluster
+from tests.cluster.runs import ClusterRuns
 from tests.e2e.runs import Runs
 
 IN_FLIGHT = 3
@@ -74,28 +74,29 @@ class Chaos:
         return json.dumps(asdict(self), indent=1)
 
 
-def run(folder: Path, *, seed: int, count: int) -> Chaos:
-    """Run ``count`` requests while the faults of ``seed`` strike, on a cluster and a stack of its own."""
-    with _world(folder) as (cluster, stack, runs):
-        runs.project(PROJECT, requests.FILES)
-        harm = Harm(cluster, _services(stack), lambda: _task_processes(runs))
-        done = threading.Event()
-        striking = threading.Thread(target=_strike, args=(harm, seed, done), name="faults")
-        striking.start()
-        try:
-            ended = _run_requests(runs, harm, schedule.requests(seed, count))
-        finally:
-            done.set()
-            striking.join()
-            harm.mend_all()
-        outcomes = [_outcome(each, harm.hits) for each in ended]
-        wrong = [*_left(cluster, stack), *judge.started_twice(_started(cluster))]
+def run(runs: ClusterRuns, *, seed: int, count: int) -> Chaos:
+    """Run ``count`` requests while the faults of ``seed`` strike the cluster and the stack; all are well at the end."""
+    runs.project(PROJECT, requests.FILES)
+    before = _started(runs.cluster)
+    harm = Harm(runs.cluster, _services(runs.stack), lambda: _task_processes(runs))
+    done = threading.Event()
+    striking = threading.Thread(target=_strike, args=(harm, seed, done), name="faults")
+    striking.start()
+    try:
+        ended = _run_requests(runs, harm, schedule.requests(seed, count))
+    finally:
+        done.set()
+        striking.join()
+        harm.mend_all()
+    outcomes = [_outcome(each, harm.hits) for each in ended]
+    started = {host: sorted({*jobs} - {*before[host]}) for host, jobs in _started(runs.cluster).items()}
     missed = {kind: harm.missed.count(kind) for kind in sorted(set(harm.missed))}
-    return Chaos(seed, outcomes, harm.hits, missed, wrong)
+    return Chaos(seed, outcomes, harm.hits, missed, [*_left(runs), *judge.started_twice(started)])
 
 
 @contextmanager
-def _world(folder: Path) -> Iterator[tuple[Cluster, Stack, Runs]]:
+def world(folder: Path) -> Iterator[ClusterRuns]:
+    """Make a cluster, and a stack that drives it, below a folder; both are gone at the end."""
     with ExitStack() as exits:
         cluster = exits.enter_context(Cluster(folder / "cluster"))
         stack = Stack(
@@ -108,15 +109,15 @@ def _world(folder: Path) -> Iterator[tuple[Cluster, Stack, Runs]]:
         exits.callback(stack.drop_database)
         exits.callback(stack.down)
         stack.up()
-        yield cluster, stack, exits.enter_context(Runs(stack))
+        yield exits.enter_context(ClusterRuns(stack, cluster))
 
 
-def _services(stack: Stack) -> dict[FaultKind, Any]:
+def _services(stack: Stack) -> dict[FaultKind, Callable[[], None]]:
     def kill(name: str) -> None:
         os.kill(stack.pids()[name], signal.SIGKILL)
         stack.restart(name)
 
-    return {kind: lambda name=name: kill(name) for kind, name in _SERVICES.items()}
+    return {kind: partial(kill, name) for kind, name in _SERVICES.items()}
 
 
 def _strike(harm: Harm, seed: int, done: threading.Event) -> None:
@@ -211,10 +212,10 @@ def _outcome(ended: Ended, hits: list[Hit]) -> Outcome:
 # --- what is left ---
 
 
-def _left(cluster: Cluster, stack: Stack) -> list[str]:
+def _left(runs: ClusterRuns) -> list[str]:
     """Return what is left of runs that are over, once what was to end had the time that it may take."""
     give_up = time.monotonic() + 60
-    while (found := [*_left_processes(cluster), *_held_slots(cluster, stack)]) and time.monotonic() < give_up:
+    while (found := [*_left_processes(runs.cluster), *_held(runs)]) and time.monotonic() < give_up:
         time.sleep(2)
     return found
 
@@ -228,27 +229,10 @@ def _left_processes(cluster: Cluster) -> list[str]:
     ]
 
 
-def _transport(cluster: Cluster, host: Host) -> SshTransport:
-    there = next(one for one in cluster.hosts if one.connection_id == host.connection_id)
-    address = SshAddress(
-        connection_id=there.connection_id,
-        host=there.address,
-        port=there.port,
-        user=there.user,
-        private_key=there.private_key,
-        host_key=there.host_key,
-    )
-    return SshTransport(address, Path(host.root), python=host.python)
-
-
-def _held_slots(cluster: Cluster, stack: Stack) -> list[str]:
-    """Return the slots that are still held; asked over SSH, as TaaS does."""
-    found = []
-    for host in Inventory.model_validate(stack.inventory).hosts:
-        for slot in _transport(cluster, host).call("slots", {})["slots"]:
-            found.append(f"a slot of {host.name} is still held by {slot['label']} ({slot['phase']})")
-    return found
+def _held(runs: ClusterRuns) -> list[str]:
+    return [f"a slot is still held by {owner}" for owner in runs.held_slots()]
 
 
 def _started(cluster: Cluster) -> dict[str, list[str]]:
+    """Return the ids of the jobs that each host has started."""
     return {host.name: json.loads(cluster.exec(host.name, ["python3", "-c", _STARTED, ROOT])) for host in cluster.hosts}
