@@ -118,6 +118,15 @@ class Runs:
         path = f"{RUNS}/{run_id}/taskInstances/{task}/logs/{tries}"
         return self.get(path, map_index=map_index, full_content=True).text
 
+    def rank_log(self, run_id: str, *, rank: int = 0) -> str:
+        """What a rank has written so far."""
+        text, cursor, before = "", "", None
+        while cursor != before:
+            reply = self.get("/taas/runs/logs", run_id=run_id, rank=rank, cursor=cursor).raise_for_status().json()
+            before, cursor = cursor, reply["cursor"]
+            text += "".join(one["text"] for one in reply["texts"])
+        return text
+
     def report(self, run_id: str) -> dict[str, Any]:
         return dict(self.get("/taas/runs/report", run_id=run_id).raise_for_status().json())
 

@@ -107,7 +107,7 @@ def test_killed_prep_program_supervisor_and_triggerer_lose_and_double_nothing(ru
     assert covered == Counter(range(320))
     account = runs.report(run_id)["loaders"]["data_loader"]
     assert {account[name] for name in ("asked", "extracted", "committed", "delivered", "consumed")} == {320}
-    assert "each once: True" in runs.get("/taas/runs/logs", run_id=run_id, rank=0).json()["text"]
+    assert "each once: True" in runs.rank_log(run_id)
     assert [record.generation for record in jobs_of(runs, run_id, "train")] == [1]
     assert runs.held_slots() == [] and job_processes(run_id) == {}
 
