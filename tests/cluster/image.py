@@ -24,19 +24,13 @@ HOST = ROOT / "docker" / "host"
 SUITE = "bookworm"  # its python is 3.11
 PACKAGES = ("ca-certificates", "openssh-server", "procps", "python3", "python3-venv")
 FOR_EXAMPLES = ("scikit-learn",)
-_MADE_FROM = (
-    HOST / "Dockerfile",
-    HOST / "sshd_config",
-    HOST / "packages.py",
-    ROOT / "requirements.txt",
-    ROOT / "pyproject.toml",
-)
+_MADE_FROM = (HOST / "Dockerfile", HOST / "sshd_config", ROOT / "requirements.txt")
 
 
 def image() -> str:
     """Return the name of the hosts' image; made now when it is missing."""
     base = f"localhost/taas-base:{_digest(SUITE, *PACKAGES)}"
-    name = f"localhost/taas-host:{_digest(base, *FOR_EXAMPLES, *(path.read_text() for path in _MADE_FROM))}"
+    name = f"localhost/taas-host:{_digest(base, *_packages(), *(path.read_text() for path in _MADE_FROM))}"
     with _one_at_a_time():
         if not exists("image", name):
             if not exists("image", base):
@@ -89,11 +83,16 @@ def _make_image(name: str, base: str) -> None:
         )
 
 
+def _packages() -> list[str]:
+    """Return what the image has of Python's packages: not the project's whole file, which often changes otherwise."""
+    listed = [sys.executable, str(HOST / "packages.py"), str(ROOT / "pyproject.toml")]
+    of_hosts = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [*of_hosts, *FOR_EXAMPLES]
+
+
 def _fetch_packages(folder: Path) -> None:
     wanted = folder / "packages.txt"
-    listed = [sys.executable, str(HOST / "packages.py"), str(ROOT / "pyproject.toml")]
-    of_hosts = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\n")
-    wanted.write_text("\n".join([*of_hosts, *FOR_EXAMPLES]))
+    wanted.write_text("\n".join(_packages()))
     options = ["--quiet", "--disable-pip-version-check", "--constraint", str(ROOT / "requirements.txt")]
     _run(sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "-r", str(wanted), wait_s=900)
 
