@@ -20,6 +20,7 @@ class Lane:
     values: dict[str, list[float]] = field(default_factory=dict)
     never: dict[str, list[float]] = field(default_factory=dict)  # figure -> seconds for which it was waited in vain
     messages: list[str] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)  # the machine's load when each launch began
     void: list[str] = field(default_factory=list)
 
     def add(self, figures: Mapping[str, float]) -> None:
@@ -49,6 +50,7 @@ class Lane:
             "figures": figures,
             "never_within_s": self.never,
             "messages": self.messages,
+            "loads": self.loads,
             "void": self.void,
         }
 
@@ -78,7 +80,8 @@ def table(lanes: Sequence[Lane]) -> str:
         own = {lane.launcher: lane for lane in lanes if (lane.case, lane.hosts) == (case, hosts)}
         names = dict.fromkeys(name for launcher in LAUNCHERS if launcher in own for name in _figures(own[launcher]))
         for name in names:
-            lines.append(_row((case, str(hosts), name, *(cell(own.get(one), name) for one in LAUNCHERS))))
+            shown = f"{name.removesuffix('_s')}, s" if name.endswith("_s") else name
+            lines.append(_row((case, str(hosts), shown, *(cell(own.get(one), name) for one in LAUNCHERS))))
     voids = [f"- void: {lane.case} on {lane.hosts}, {lane.launcher}: {why}" for lane in lanes for why in lane.void]
     return "\n".join([*lines, *voids])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -87,6 +88,7 @@ def _repeat(bench: ClusterBench, world: World, folder: Path, repetition: int, ke
             if case is cases.restart:
                 wanted = replace(wanted, max_restarts=1)
             lane = bench.lane(name, size, launcher)
+            lane.loads.append(os.getloadavg()[0])
             began = time.monotonic()
             _launch(world, folder, bench.bounds, lane, case, wanted)
             print(f"{mark}: {time.monotonic() - began:.0f} s, {lane.values} {lane.void}", file=sys.stderr, flush=True)

@@ -43,8 +43,8 @@ def test_the_table_has_a_row_per_figure_and_a_column_per_launcher() -> None:
     rows = table([lane("torchrun", 3.0), lane("taas", 4.0), lane("taas", 1.0, case="cancel")]).splitlines()
     assert rows[0] == "| case | hosts | figure | taas | torchrun | operator |"
     assert rows[2:] == [
-        "| start | 2 | first step_s | 4.0 | 3.0 | - |",
-        "| cancel | 2 | first step_s | 1.0 | - | - |",
+        "| start | 2 | first step, s | 4.0 | 3.0 | - |",
+        "| cancel | 2 | first step, s | 1.0 | - | - |",
     ]
 
 
