@@ -21,7 +21,8 @@ from typing import IO, Any
 from taas.context import current
 from taas.errors import ArtifactError
 
-_FOLDER = "checkpoints"
+FOLDER = "checkpoints"
+"""Below the project folder."""
 # Exactly the names that a save makes: a user's own files beside them stay.
 _NAME = r"step-[0-9]{12}(?:\.json|-[0-9a-f]{8}\.pt)"
 _OURS = re.compile(rf"{_NAME}|\.{_NAME}\.[0-9a-f]{{8}}\.tmp")
@@ -34,6 +35,11 @@ class Marker:
     step: int
     data: str
     num_bytes: int
+
+    @property
+    def file_name(self) -> str:
+        """The name of the marker's own file."""
+        return f"step-{self.step:012d}.json"
 
 
 class Checkpoints:
@@ -53,15 +59,10 @@ class Checkpoints:
         for name, value, least in (("step", step, 0), ("keep", keep, 1)):
             if type(value) is not int or value < least:
                 raise ArtifactError(f"{name} of a checkpoint: got {value!r}; allowed: an integer of at least {least}")
-        if not _is_writer():
-            return
-        folder = _folder()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _save(folder, state, step)
-            _prune(folder, keep)
-        except OSError as error:
-            raise ArtifactError(f"cannot save a checkpoint in {folder}: {error.strerror or error}") from error
+        _progressed()
+        if _is_writer():
+            _write(_folder(), state, step=step, keep=keep)
+            _progressed()
 
     def latest(self, *, map_location: Any = "cpu") -> tuple[int, Any] | None:
         """Return (step, state) of the newest complete checkpoint, or None when there is none.
@@ -85,9 +86,32 @@ class Checkpoints:
 checkpoint = Checkpoints()
 
 
+def newest(folder: Path) -> tuple[Marker, float] | None:
+    """Return the marker of the newest complete checkpoint in ``folder``, and when it was written (Unix seconds)."""
+    for marker in markers(folder):
+        with contextlib.suppress(FileNotFoundError):  # a newer one has just taken its place
+            return marker, (folder / marker.file_name).stat().st_mtime
+    return None
+
+
+def _progressed() -> None:
+    run = current()
+    if run is not None:
+        run.progressed()
+
+
+def _write(folder: Path, state: Any, *, step: int, keep: int) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _save(folder, state, step)
+        _prune(folder, keep)
+    except OSError as error:
+        raise ArtifactError(f"cannot save a checkpoint in {folder}: {error.strerror or error}") from error
+
+
 def _folder() -> Path:
     run = current()
-    return (run.project_dir if run else Path.cwd()) / _FOLDER
+    return (run.project_dir if run else Path.cwd()) / FOLDER
 
 
 def _group_size() -> int:
@@ -121,7 +145,7 @@ def _save(folder: Path, state: Any, step: int) -> None:
     with _replacing(data) as file:
         torch.save(state, file)
     marker = Marker(step, data.name, data.stat().st_size)
-    with _replacing(folder / f"step-{step:012d}.json") as file:
+    with _replacing(folder / marker.file_name) as file:
         file.write(json.dumps(asdict(marker)).encode())
 
 
@@ -148,7 +172,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _markers(folder: Path) -> list[Marker]:
+def markers(folder: Path) -> list[Marker]:
     """Return the markers whose data is there whole, the newest first."""
     found = []
     for path in folder.glob("step-*.json"):
@@ -161,8 +185,8 @@ def _markers(folder: Path) -> list[Marker]:
 
 def _prune(folder: Path, keep: int) -> None:
     """Remove all but the newest complete checkpoints, markers first, and what killed saves have left."""
-    kept = _markers(folder)[:keep]
-    names = {f"step-{marker.step:012d}.json" for marker in kept} | {marker.data for marker in kept}
+    kept = markers(folder)[:keep]
+    names = {marker.file_name for marker in kept} | {marker.data for marker in kept}
     for path in folder.iterdir():
         if _OURS.fullmatch(path.name) and path.name not in names:
             path.unlink(missing_ok=True)
@@ -171,7 +195,7 @@ def _prune(folder: Path, keep: int) -> None:
 def _load(folder: Path, map_location: Any) -> tuple[int, Any] | None:
     import torch
 
-    for marker in _markers(folder):
+    for marker in markers(folder):
         path = folder / marker.data
         try:
             # The project's own files are code that this process runs anyway: any object may be in a state.

@@ -49,6 +49,9 @@ class Provider(Protocol):
     def log(self, metrics: dict[str, Any]) -> None:
         """Keep metrics; called on rank 0 only."""
 
+    def progressed(self) -> None:
+        """Take notice that the script goes on: a gang in which nothing does is taken for one that hangs."""
+
 
 _provider: Provider | None = None
 
@@ -114,5 +117,7 @@ def log(metrics: Mapping[str, Any] | None = None, /, **named: Any) -> None:
     values = {**(metrics or {}), **named}
     if _provider is None:
         _log.info("metrics %s", ", ".join(f"{name}={value}" for name, value in values.items()))
-    elif _provider.is_rank0:
+        return
+    _provider.progressed()
+    if _provider.is_rank0:
         _provider.log(values)

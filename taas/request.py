@@ -297,6 +297,16 @@ class TrainRequest(BaseModel):
     timeout_s: Annotated[
         StrictInt, Field(ge=1, le=MAX_TIMEOUT_S), Allowed(f"an integer from 1 to {MAX_TIMEOUT_S} (seconds; 30 days)")
     ] = Field(86400, title="Timeout", description="Seconds after which the training is ended.", examples=[86400])
+    hang_timeout_s: Annotated[
+        StrictInt,
+        Field(ge=0, le=MAX_TIMEOUT_S),
+        Allowed(f"an integer from 1 to {MAX_TIMEOUT_S} (seconds; 30 days), or 0: never"),
+    ] = Field(
+        1800,
+        title="Hang timeout",
+        description="Seconds without progress of any rank after which the training counts as one that hangs; 0: never.",
+        examples=[1800, 600, 0],
+    )
     max_cost: Annotated[Annotated[_Float, Field(gt=0)] | None, Allowed("a number above 0 (units of price)")] = Field(
         None,
         title="Maximum cost",

@@ -192,6 +192,14 @@ class RunKeys:
         """Put by a node agent all of whose ranks have ended well, in the given attempt (restart) of the gang."""
         return f"{self.watch(generation)}done-{node_rank}-{attempt}"
 
+    def watch_hang(self, generation: int, attempt: int) -> str:
+        """Put if absent when the gang hangs in the given attempt: every node then takes its ranks' stacks."""
+        return f"{self.watch(generation)}hang-{attempt}"
+
+    def checkpoints(self, generation: int) -> str:
+        """The prefix of one try's newest checkpoints, for the next try on whichever hosts."""
+        return f"{self.train(generation)}checkpoints/"
+
     def rank_log(self, generation: int, rank: int) -> str:
         """The whole log of one rank, put when the node agent ends."""
         return f"{self.train(generation)}logs/rank-{rank}.log"

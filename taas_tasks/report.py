@@ -36,6 +36,7 @@ from taas_tasks.values import (
     TaskTime,
     Value,
 )
+from taas_tasks.verdict import restarts_of
 
 _V = TypeVar("_V", bound=Value)
 _READ_THREADS = 16
@@ -241,6 +242,7 @@ def build_report(
     cost = {phase.name: phase.cost_units for phase in phases if phase.cost_units}
     accounts = _accounts(facts)
     warnings = [*(facts.plan.warnings if facts.plan else []), *facts.faults]
+    warnings += [one.told for one in restarts_of(facts.launch.nodes if facts.launch else [])]
     warnings += [told for node in (facts.launch.nodes if facts.launch else []) for told in node.repairs]
     if not failed:
         warnings += [

@@ -32,8 +32,9 @@ class Value(BaseModel):
 class StoreConfig(Value):
     """Where the object store is. Secret: travels only in 0600 files and in memory.
 
-    ``credentials_path``: a file on the host that has the keys (``taas_tasks.store.credentials``) and is renewed there;
-    it wins over the keys given here. With neither, boto3's own chain finds and refreshes them.
+    ``credentials_path``: a file on the host that has the keys (``taas_tasks.store.credentials``) and is renewed there
+    (as a job is told it: a name beside the job's input); it wins over the keys given here. With neither, boto3's own
+    chain finds and refreshes them.
     """
 
     endpoint_url: str | None = None
@@ -277,6 +278,7 @@ class LaunchPlan(Value):
     cache_bytes: int
     allow_pickle: bool = False
     max_restarts: int = 0
+    hang_timeout_s: float | None = None
 
     @property
     def world_size(self) -> int:
@@ -313,9 +315,23 @@ class RankResult(Value):
     message: str | None = None
     traceback_tail: str | None = None
     failed_at: float | None = None
+    place: str | None = None  # where it stood when the gang hung: "data.py:17 (read)"
+    collective: str | None = None  # what it waited in with its peers then, e.g. all_reduce
     passes: list[RankPass] = []
     first_step_at: float | None = None
     max_rss_bytes: int | None = None
+
+
+class Restart(Value):
+    """The gang was started again within one try. ``told``: the whole in one sentence, the same on every node."""
+
+    number: int  # from 1
+    at: float  # unix seconds
+    error_class: str
+    rank: int | None = None
+    host: str | None = None
+    checkpoint_step: int | None = None  # from which the script can resume; None: there was no complete checkpoint
+    told: str
 
 
 class Measured(Value):
@@ -343,6 +359,8 @@ class NodeResult(Value):
     times: dict[str, float] = {}  # unix seconds: agent_started, preflight_done, ranks_started, ranks_ended, staged
     measured: Measured | None = None
     other_rank_writes: list[str] = []
+    restarts: list[Restart] = []
+    checkpoint_step: int | None = None  # of the newest complete one on this host; times["checkpoint"] is its time
     repairs: list[str] = []  # sentences about segments that were lost and prepared again on this host
     error: dict[str, Any] | None = None  # TaasError.to_dict()
 

@@ -5,11 +5,21 @@ import sys
 
 import pytest
 
-from taas.errors import JobLost, PreflightFailed, RankFailed, RunCancelled, error_from_dict
+from taas.errors import JobLost, LaunchError, PreflightFailed, RankFailed, RunCancelled, error_from_dict
+from taas.flavors import FLAVORS
 from taas_tasks.layout import RunKeys
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import LaunchResult, NodeResult, RankResult
-from taas_tasks.verdict import class_of_exception, class_of_exit, describe_exit, diagnose, gather, launch_error
+from taas_tasks.verdict import (
+    class_of_exception,
+    class_of_exit,
+    describe_exit,
+    diagnose,
+    gather,
+    launch_error,
+    lost_of,
+    restart_after,
+)
 
 
 def rank(number: int, error_class: str | None = None, failed_at: float | None = None, message: str = "m") -> RankResult:
@@ -19,7 +29,11 @@ def rank(number: int, error_class: str | None = None, failed_at: float | None = 
 
 
 def node(number: int, *ranks: RankResult, error: Exception | None = None) -> NodeResult:
-    told = error.to_dict() if isinstance(error, RankFailed | JobLost | PreflightFailed | RunCancelled) else None
+    told = (
+        error.to_dict()
+        if isinstance(error, RankFailed | LaunchError | JobLost | PreflightFailed | RunCancelled)
+        else None
+    )
     ok = error is None and all(found.error_class is None for found in ranks)
     return NodeResult(node_rank=number, host=f"h{number}", generation=1, ok=ok, ranks=list(ranks), error=told)
 
@@ -82,8 +96,98 @@ def test_error_names_rank_host_class_and_traceback_and_survives_json() -> None:
     failed = rank(5, "user error", 1.0, "ValueError: x").model_copy(update={"traceback_tail": "in train.py line 3"})
     error = launch_error(result(node(1, failed)))
     assert isinstance(error, RankFailed)
-    assert error.message == "rank 5 on h1 failed first (user error): ValueError: x\nin train.py line 3"
+    assert (
+        error.message
+        == "rank 5 on h1 failed first (user error): ValueError: x\nWhen: 1970-01-01 00:00:01 UTC\nin train.py line 3"
+    )
     assert error_from_dict(error.to_dict()).fields == error.fields
+
+
+def at(found: NodeResult, **times: float) -> NodeResult:
+    return found.model_copy(update={"times": times})
+
+
+def test_what_is_lost_is_gpus_times_seconds_since_the_checkpoint_or_the_start() -> None:
+    ranks = [rank(0, "user error", 90.0), rank(1, "stopped")]
+    nodes = [
+        at(node(0, *ranks), ranks_started=10.0, ranks_ended=100.0),
+        at(node(1, error=JobLost("gone"))),
+    ]
+    lost = lost_of(nodes)
+    assert lost is not None
+    assert (lost.num_gpus, lost.num_hosts, lost.seconds, lost.gpu_seconds) == (4, 2, 90.0, 360.0)
+    assert lost.sentence() == "Lost: 360 GPU-seconds (4 GPUs x 90 s since the start)"
+    saved = [at(nodes[0], ranks_started=10.0, ranks_ended=100.0, checkpoint=80.0), nodes[1]]
+    lost = lost_of(saved)
+    assert lost is not None
+    assert lost.sentence(FLAVORS["g2.8"]) == (
+        "Lost: 80 GPU-seconds (4 GPUs x 20 s since the last complete checkpoint), 37120 units of price"
+    )
+    # One that was there before the start is of another run.
+    lost = lost_of([at(nodes[0], ranks_started=10.0, ranks_ended=100.0, checkpoint=5.0)])
+    assert lost is not None
+    assert lost.since == "the start"
+    assert lost_of([node(0, error=PreflightFailed("unfit"))]) is None
+
+
+def test_the_cause_is_the_first_line_then_when_and_what_is_lost() -> None:
+    failed = rank(5, "user error", 70.0, "ValueError: x").model_copy(update={"traceback_tail": "in train.py line 3"})
+    error = launch_error(result(at(node(1, failed), ranks_started=10.0, ranks_ended=71.0)))
+    assert error is not None
+    assert error.message.splitlines() == [
+        "rank 5 on h1 failed first (user error): ValueError: x",
+        "When: 1970-01-01 00:01:10 UTC, 60.0 s after the ranks' start",
+        "Lost: 61 GPU-seconds (1 GPU x 61 s since the start)",
+        "in train.py line 3",
+    ]
+    assert error.fields["gpu_seconds_lost"] == 61.0
+
+
+def test_what_the_rendezvous_raises_on_top_does_not_hide_the_rank_that_failed() -> None:
+    on_top = LaunchError("stopped, because the nodes lost each other: RendezvousConnectionError")
+    nodes = [node(0, rank(0, "stopped"), error=on_top), node(1, rank(1, "user error", 5.0, "KeyError: 'x'"))]
+    error = launch_error(result(*nodes))
+    assert isinstance(error, RankFailed)
+    assert error.message.startswith("rank 1 on h1 failed first (user error): KeyError: 'x'")
+
+
+def hung(number: int, place: str, collective: str | None = None) -> RankResult:
+    where = {"place": place, "collective": collective, "traceback_tail": f"stacks of {number}"}
+    return rank(number, "hang", 50.0, "stood").model_copy(update=where)
+
+
+def test_a_hang_is_blamed_on_the_rank_that_is_in_no_collective() -> None:
+    nodes = [
+        node(0, hung(0, "train.py:9 (main)", "all_reduce"), hung(1, "train.py:9 (main)", "all_reduce")),
+        node(1, hung(2, "train.py:9 (main)", "all_reduce"), hung(3, "data.py:17 (read)")),
+    ]
+    verdict = diagnose(nodes)
+    assert verdict is not None
+    assert (verdict.error_class, verdict.rank, verdict.host) == ("hang", 3, "h1")
+    assert verdict.sentence() == (
+        "the training hangs (hang): no rank made a step; rank 3 sat in user code at data.py:17 (read) while "
+        "ranks 0, 1, 2 waited in all_reduce at train.py:9 (main); rank 3 on h1 is the odd one"
+    )
+    assert verdict.traceback_tail == "stacks of 3"
+    assert len(verdict.notes) == 3
+
+
+def test_a_hang_with_all_ranks_at_one_place_names_no_rank() -> None:
+    error = launch_error(result(node(0, hung(0, "a.py:1 (f)", "barrier"), hung(1, "a.py:1 (f)", "barrier"))))
+    assert isinstance(error, RankFailed)
+    assert error.fields["rank"] is None
+    assert "ranks 0, 1 waited in barrier at a.py:1 (f)" in error.message
+
+
+def test_a_restart_tells_its_cause_and_where_it_goes_on() -> None:
+    nodes = [node(0, rank(0, "NCCL/timeout", 9.0)), node(1, rank(5, "killed by the kernel", 10.0, "killed by SIGKILL"))]
+    found = restart_after(nodes, number=1, max_restarts=3, at=11.0)
+    assert (found.rank, found.host, found.error_class, found.checkpoint_step) == (5, "h1", "killed by the kernel", None)
+    nodes[0] = nodes[0].model_copy(update={"checkpoint_step": 120})
+    assert restart_after(nodes, number=1, max_restarts=3, at=11.0).told == (
+        "restart 1 of 3 after rank 5 on h1 failed first (killed by the kernel): killed by SIGKILL; "
+        "resumes from checkpoint step 120"
+    )
 
 
 def test_gather_gives_a_lost_node_for_each_missing_result() -> None:

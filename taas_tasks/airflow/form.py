@@ -15,7 +15,7 @@ from taas.request import request_schema
 
 _SECTIONS = {
     "What runs": ("project", "script", "args", "cell", "env", "secrets", "requirements"),
-    "Machines": ("flavor", "gpus", "timeout_s", "max_restarts", "max_cost"),
+    "Machines": ("flavor", "gpus", "timeout_s", "hang_timeout_s", "max_restarts", "max_cost"),
     "Data": (
         "cpus",
         "units",

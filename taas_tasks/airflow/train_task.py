@@ -60,6 +60,7 @@ def launch_plan(plan: Plan, pinned: PinnedRequest, *, generation: int, hosts: li
         cache_bytes=int(request.cache_gb * _GIB),
         allow_pickle=request.allow_pickle,
         max_restarts=request.max_restarts,
+        hang_timeout_s=request.hang_timeout_s or None,
     )
 
 
@@ -119,7 +120,7 @@ class TrainTask(HostJobTask):
         if isinstance(error, (HostRefused, RequirementsFailed)):
             return error
         result = gather(work.store, work.scope.run, generation=placement.generation, nnodes=len(placement.jobs))
-        verdict = launch_error(result)
+        verdict = launch_error(result, flavor=work.deployment.flavors.get(placement.flavor))
         if verdict is None or (isinstance(error, JobTimeout) and not isinstance(verdict, RankFailed)):
             return error
         return verdict

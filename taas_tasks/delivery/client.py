@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from taas.errors import DeliveryError, error_from_dict
-from taas_tasks.delivery import wire
+from taas_tasks.delivery import progress, wire
 from taas_tasks.delivery.mapped import MappedPart, Row
 from taas_tasks.delivery.steps import Ending, Place, Remainder, alive_at, next_position, num_steps, place_of
 from taas_tasks.streams import Merge
@@ -108,8 +108,9 @@ class Connection:
             started = time.monotonic()
             if urgent is not None:
                 self.send("wait", slot=urgent)
-            while not self._poll.poll(_SAY_AFTER_S * 1000):
-                _log.info("waiting for %s since %.0f s", what, time.monotonic() - started)
+            with progress.waiting_for_data():
+                while not self._poll.poll(_SAY_AFTER_S * 1000):
+                    _log.info("waiting for %s since %.0f s", what, time.monotonic() - started)
             self.wait_s += time.monotonic() - started
         message, files = wire.receive(self._socket)
         if message is None:

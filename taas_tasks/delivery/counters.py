@@ -64,6 +64,16 @@ def next_number(folder: Path, *, loader: str, rank: int) -> int:
     return max(numbers, default=-1) + 1
 
 
+def read_steps(path: Path) -> int:
+    """Return how many steps a pass has made so far; 0 where the file is gone."""
+    try:
+        with path.open("rb") as file:
+            file.seek(_COUNTS_AT)
+            return int.from_bytes(file.read(8), "little")
+    except FileNotFoundError:
+        return 0
+
+
 def read_passes(counters_dir: str | Path) -> list[RankPass]:
     """Return what every rank consumed, by loader, rank and number, as far as the files in ``counters_dir`` tell.
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import taas.context
 from taas.errors import DeliveryError, LoaderError, ObjectMissing
+from taas_tasks.delivery import progress
 from taas_tasks.delivery.loader import DeliveredLoader, Delivery
 from taas_tasks.values import LaunchPlan, Value
 
@@ -99,6 +100,10 @@ class RankProvider:
         if name not in self._loaders:
             self._loaders[name] = self._delivered(name) if name in self._plan.loaders else self._plain(name)
         return self._loaders[name]
+
+    def progressed(self) -> None:
+        """Count that the script goes on."""
+        progress.note()
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Append metrics to the run's, as one JSON line."""

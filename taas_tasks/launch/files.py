@@ -153,6 +153,14 @@ class RankFiles:
         """Unix seconds of the rank's first optimizer step."""
         return self.scratch / "ranks" / f"first-step-{rank}"
 
+    def progress(self, rank: int) -> Path:
+        """What the rank has done so far in this attempt (``delivery.progress``)."""
+        return self.scratch / "ranks" / f"progress-{rank}"
+
+    def stacks(self, rank: int) -> Path:
+        """Where the rank writes the stacks of its threads when it is asked."""
+        return self.scratch / "ranks" / f"stacks-{rank}.txt"
+
     def private_project(self, rank: int) -> Path:
         """The private copy of the project in which another rank works with ``other_ranks: "scratch"``."""
         return self.scratch / "private" / f"rank-{rank}"
@@ -166,7 +174,8 @@ class RankFiles:
         """Remove the reports of an earlier attempt of the same try (a restart of the gang)."""
         self.release.unlink(missing_ok=True)
         for rank in ranks:
-            for path in (self.end(rank), self.error(rank), self.closing(rank)):
+            said = (self.end(rank), self.error(rank), self.closing(rank), self.progress(rank), self.stacks(rank))
+            for path in said:
                 path.unlink(missing_ok=True)
 
     def copy_project(self, project: Path, rank: int) -> Path:

@@ -7,6 +7,8 @@ has no other threads.
 from __future__ import annotations
 
 import multiprocessing.forkserver as forkserver
+import multiprocessing.process
+import multiprocessing.util
 import os
 import re
 import signal
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ def worth_preloading(imported: set[str]) -> list[str]:
 def start(env: Mapping[str, str], *, preload: list[str]) -> None:
     """Start a fresh fork server in ``env``; returns at once, it imports while the agent goes on."""
     stop()
+    name_semaphores(f"/taas-{os.getpid()}")
     forkserver.set_forkserver_preload(["taas_tasks.launch.preload"])
     resource_tracker.ensure_running()  # in the agent's own environment: it is shared, and outlives the ranks
     with _environment({**env, _PRELOAD_VARIABLE: ",".join(preload)}):
@@ -64,8 +68,24 @@ def stop() -> None:
         server._stop()
 
 
+def name_semaphores(prefix: str) -> None:
+    """Have the named semaphores of this process begin with ``prefix``: one that is left says whose it was."""
+    multiprocessing.process.current_process()._config["semprefix"] = prefix  # type: ignore[attr-defined]
+
+
+def unlink_semaphores() -> None:
+    """Take away the names of this process's semaphores: who has them open keeps them, and no kill leaves them.
+
+    By the finalizers that multiprocessing keeps for them, each of which unlinks, tells the tracker and runs once.
+    """
+    for finalizer in list(multiprocessing.util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
+            finalizer()
+
+
 def stop_resource_tracker(*, grace_s: float = 2.0) -> None:
     """End multiprocessing's tracker; it removes shared memory that killed ranks have left, so it gets a moment."""
+    unlink_semaphores()  # else it does, and the finalizers of this process complain at its exit
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is None:
         return

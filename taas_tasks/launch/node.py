@@ -62,7 +62,7 @@ class Node:
             nnodes=self.plan.nnodes,
             host=given.host,
         )
-        self.ledger = NodeLedger(given.node_rank, given.host, given.generation, self.files)
+        self.ledger = NodeLedger(given.node_rank, given.host, given.generation, self.files, self.project)
 
     def __enter__(self) -> Node:
         return self
@@ -277,6 +277,8 @@ class Node:
             stop_reason=self._stop_reason,
             watch=self.watch,
             ledger=self.ledger,
+            objects=self.store,
+            project=self.project,
         )
         if outcome.stopped_for is not None:
             raise _error_for(outcome.stopped_for)

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from taas.checkpoints import FOLDER, newest
 from taas.errors import RankFailed, TaasError
 from taas_tasks.delivery import read_passes
 from taas_tasks.launch.files import RankFiles, state_of_files
-from taas_tasks.values import Measured, NodeResult, RankPass, RankResult
+from taas_tasks.values import Measured, NodeResult, RankPass, RankResult, Restart
 from taas_tasks.verdict import launch_error_of
 
 if TYPE_CHECKING:
@@ -20,14 +21,16 @@ if TYPE_CHECKING:
 class NodeLedger:
     """Filled while the node runs; ``result`` can be asked at any time, also after a failure half way."""
 
-    def __init__(self, node_rank: int, host: str, generation: int, files: RankFiles) -> None:
+    def __init__(self, node_rank: int, host: str, generation: int, files: RankFiles, project: Path) -> None:
         self._node_rank = node_rank
         self._host = host
         self._generation = generation
         self._files = files
+        self._project = project
         self._times: dict[str, float] = {"agent_started": time.time()}
         self._ranks: list[RankResult] = []
         self._measured: Measured | None = None
+        self._restarts: list[Restart] = []
 
     def note(self, name: str) -> None:
         """Note the time of a step."""
@@ -37,6 +40,7 @@ class NodeLedger:
         """Take over how the ranks ended."""
         self._times.update(outcome.times)
         self._ranks = outcome.ranks
+        self._restarts = outcome.restarts
 
     def take_measured(self, measured: Measured) -> None:
         """Take over what the check before the start has measured."""
@@ -59,6 +63,7 @@ class NodeLedger:
     def _result(self, *, ok: bool, error: TaasError | None, passes: list[RankPass]) -> NodeResult:
         by_rank = {rank.rank: [found for found in passes if found.rank == rank.rank] for rank in self._ranks}
         stats = _stats(self._files.feeder_stats)
+        checkpoint = newest(self._project / FOLDER)
         return NodeResult(
             node_rank=self._node_rank,
             host=self._host,
@@ -67,9 +72,11 @@ class NodeLedger:
             ranks=[rank.model_copy(update={"passes": by_rank[rank.rank]}) for rank in self._ranks],
             delivered=stats.get("delivered", {}),
             delivered_bytes=stats.get("delivered_bytes", {}),
-            times=self._times,
+            times={**self._times, **({"checkpoint": checkpoint[1]} if checkpoint else {})},
             measured=self._measured,
             other_rank_writes=self._other_rank_writes(),
+            restarts=self._restarts,
+            checkpoint_step=checkpoint[0].step if checkpoint else None,
             repairs=stats.get("repairs", []),
             error=error.to_dict() if error is not None else None,
         )

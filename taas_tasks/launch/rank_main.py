@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.process
@@ -24,7 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from taas_tasks.delivery import install
+from taas_tasks.delivery import install, progress
+from taas_tasks.launch import stacks
 from taas_tasks.launch.files import EndReport, ErrorReport, RankFiles, RankSpec, write_json
 from taas_tasks.launch.guard import apply_guard
 from taas_tasks.launch.notice import WriteNotice
@@ -126,17 +128,41 @@ def _set_up_torch(rank: _Rank) -> None:
     keep_groups_alive()
     if rank.spec.emulate_gpus:
         run_nccl_as_gloo(rank=rank.rank, flavor=rank.spec.flavor)
-    _note_first_step(rank.files.first_step(rank.rank))
+    progress.begin(rank.files.progress(rank.rank))
+    _count_optimizer_steps(rank.files.first_step(rank.rank))
+    _count_elements_of_loaders()
+    stacks.answer(rank.files.stacks(rank.rank))
 
 
-def _note_first_step(path: Path) -> None:
+def _count_optimizer_steps(first_step: Path) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def note(*_: Any) -> None:
-        handle.remove()
-        write_json(path, repr(time.time()))
+    is_noted = first_step.exists()  # a restarted gang keeps the first of all
 
-    handle = register_optimizer_step_post_hook(note)
+    def count(*_: Any) -> None:
+        nonlocal is_noted
+        progress.note_optimizer_step()
+        if not is_noted:
+            is_noted = True
+            write_json(first_step, repr(time.time()))
+
+    # It stays: one that took itself away while torch goes through the hooks would break a script that has some too.
+    register_optimizer_step_post_hook(count)
+
+
+def _count_elements_of_loaders() -> None:
+    """Count what plain DataLoaders yield, as validation on rank 0 does; delivered ones have counters of their own."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    original = _BaseDataLoaderIter.__next__
+
+    @functools.wraps(original)
+    def counted(self: Any) -> Any:
+        element = original(self)
+        progress.note()
+        return element
+
+    _BaseDataLoaderIter.__next__ = counted  # type: ignore[method-assign]
 
 
 def _run(rank: _Rank) -> None:

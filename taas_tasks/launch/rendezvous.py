@@ -19,6 +19,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError, Rende
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from taas_tasks.values import NodeResult
+
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -57,6 +59,8 @@ class GangRendezvous(RendezvousHandler):
         self, store: Store, *, run_id: str, node_rank: int, nnodes: int, address: str, timeout_s: float = 300.0
     ) -> None:
         self._run_id = run_id
+        self._store = PrefixStore("taas-told", store)
+        self._nnodes = nnodes
         self._node_rank = node_rank
         self._address = address
         self._bootstrap: TCPStore | None = None
@@ -99,6 +103,15 @@ class GangRendezvous(RendezvousHandler):
         address, port = store.get(key).decode().split()
         return RendezvousStoreInfo(address, int(port))
 
+    def tell(self, attempt: int, node: NodeResult) -> None:
+        """Leave for the other nodes how this one's ranks ended, before it comes back for the next attempt."""
+        self._store.set(_told_key(attempt, self._node_rank), node.to_bytes().decode())
+
+    def told(self, attempt: int) -> list[NodeResult]:
+        """Return what all nodes have left of an attempt; all have, once a later one has begun."""
+        keys = [_told_key(attempt, node_rank) for node_rank in range(self._nnodes)]
+        return [NodeResult.model_validate_json(self._store.get(key)) for key in keys]
+
     def is_closed(self) -> bool:
         """Return whether the gang has been given up."""
         return bool(self._inner.is_closed())
@@ -118,6 +131,10 @@ class GangRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Close the rendezvous for all."""
         return bool(self._inner.shutdown())
+
+
+def _told_key(attempt: int, node_rank: int) -> str:
+    return f"{attempt}/{node_rank}"
 
 
 @contextmanager

@@ -2,6 +2,10 @@
 
 All of it is read by one listing of the object store every two seconds, so it works whichever host is gone, also when a
 network goes silent. Times are counted by this host alone: clocks of hosts are never compared.
+
+A heartbeat's object says how still the node's ranks are. Only a node whose own ranks are still reads those of the
+others; when all have been still together for two heartbeats it puts the attempt's hang object, and every node that
+lists it asks its ranks for their stacks.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from taas.errors import StoreError
+from taas.errors import ObjectMissing, StoreError
+from taas_tasks.launch.hang import NodeStillness, is_hang
 from taas_tasks.layout import RunKeys
 from taas_tasks.store.base import ObjectStore
 
@@ -68,7 +73,7 @@ class Watch:
         self._keys = RunKeys(run)
         self._generation = generation
         self._node_rank = node_rank
-        self._nnodes = nnodes
+        self.nnodes = nnodes
         self._host = host
         self._period_s = period_s
         self._beat_s = beat_s
@@ -80,6 +85,9 @@ class Watch:
         self._on_stop: Callable[[], None] | None = None
         self._done: set[tuple[int, int]] = set()
         self._hurry_until = 0.0
+        self._look_at_ranks: Callable[[], NodeStillness | None] = lambda: None
+        self._still_since: float | None = None
+        self._hung: set[int] = set()
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="taas-watch", daemon=True)
@@ -103,6 +111,14 @@ class Watch:
         """Have ``act`` called, in the watch's thread, when a reason to stop appears: it frees an agent that waits."""
         self._on_stop = act
 
+    def watch_ranks(self, look: Callable[[], NodeStillness | None]) -> None:
+        """Have ``look`` tell how still this node's ranks are; None while there is nothing to judge."""
+        self._look_at_ranks = look
+
+    def has_hung(self, attempt: int) -> bool:
+        """Return whether the gang was found to hang in this attempt."""
+        return attempt in self._hung
+
     def mark_failed(self, reason: str) -> None:
         """Tell the other nodes that this one has failed for good. A store that is down is no reason to raise here."""
         body = json.dumps({"host": self._host, "reason": reason}).encode()
@@ -119,17 +135,21 @@ class Watch:
 
     def all_done(self, attempt: int) -> bool:
         """Return whether every node has marked the attempt as done."""
-        return all((node_rank, attempt) in self._done for node_rank in range(self._nnodes))
+        return all((node_rank, attempt) in self._done for node_rank in range(self.nnodes))
 
     def look(self) -> None:
         """Beat if it is time, list once, and conclude."""
         now = self._clock()
+        own = self._look_at_ranks()
         if self._last_beat is None or now - self._last_beat >= self._beat_s:
-            self._store.put(self._keys.watch_beat(self._generation, self._node_rank), b"")
+            body = own.to_bytes() if own is not None else b""
+            self._store.put(self._keys.watch_beat(self._generation, self._node_rank), body)
             self._last_beat = now
         prefix = self._keys.watch(self._generation)
         found = {info.key.removeprefix(prefix): info.modified_at for info in self._store.list(prefix)}
         self._done = {(int(part[1]), int(part[2])) for part in map(_parts, found) if part[0] == "done"}
+        self._hung = {int(part[1]) for part in map(_parts, found) if part[0] == "hang"}
+        self._judge(own, now)
         beats = {int(part[1]): found["-".join(part)] for part in map(_parts, found) if part[0] == "beat"}
         elapsed_s = 0.0 if self._last_look is None else min(now - self._last_look, 2 * self._period_s)
         self._last_look = now
@@ -138,6 +158,29 @@ class Watch:
         if self._reason is not None and self._on_stop is not None:
             act, self._on_stop = self._on_stop, None
             act()
+
+    def _judge(self, own: NodeStillness | None, now: float) -> None:
+        """Put the attempt's hang object when all nodes have been still together for long enough to know."""
+        if own is None or not own.still or own.attempt in self._hung:
+            self._still_since = None
+            return
+        others = [node_rank for node_rank in range(self.nnodes) if node_rank != self._node_rank]
+        if not is_hang([own, *map(self._stillness_of, others)]):
+            self._still_since = None
+            return
+        self._still_since = now if self._still_since is None else self._still_since
+        # What the others say is as old as their last beat: one of them may have gone on meanwhile.
+        if not others or now - self._still_since >= 2 * self._beat_s:
+            body = json.dumps({"host": self._host, "idle_s": own.idle_s}).encode()
+            self._store.put_if_absent(self._keys.watch_hang(self._generation, own.attempt), body)
+            self._hung = self._hung | {own.attempt}
+
+    def _stillness_of(self, node_rank: int) -> NodeStillness | None:
+        try:
+            said = self._store.get(self._keys.watch_beat(self._generation, node_rank))
+        except ObjectMissing:
+            return None
+        return NodeStillness.model_validate_json(said) if said else None
 
     def _conclude(self, names: list[str], lost: list[int]) -> StopReason | None:
         failed = [int(part[1]) for part in map(_parts, names) if part[0] == "failed"]

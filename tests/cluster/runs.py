@@ -59,7 +59,7 @@ class ClusterRuns(Runs):
 
     def trains(self, run_id: str, *, tries: int = 1) -> None:
         """Wait until a try trains."""
-        until(lambda: "training now" in self.log(run_id, "train", tries=tries), wait_s=90)
+        until(lambda: "training now" in self.log(run_id, "train", tries=tries), wait_s=150)
 
     def keep_on(self) -> None:
         """Have trainings go on."""

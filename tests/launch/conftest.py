@@ -9,6 +9,7 @@ import pytest
 
 from taas_tasks.launch import forkserver
 from taas_tasks.launch.environment import rank_environment
+from taas_tasks.values import StoreConfig
 from tests.launch.gang import Gang
 from tests.support.s3_server import S3Server
 
@@ -25,10 +26,11 @@ def make_gang(tmp_path: Path, s3_server: S3Server) -> Iterator[MakeGang]:
         *,
         files: dict[str, str] | None = None,
         before: Callable[[Gang], None] = lambda gang: None,
+        config: StoreConfig | None = None,
         **given: Any,
     ) -> Gang:
         folder = tmp_path / f"gang-{len(made)}"
-        gang = Gang(folder, s3_server.fresh_config(), {"train.py": script, **(files or {})}, **given)
+        gang = Gang(folder, config or s3_server.fresh_config(), {"train.py": script, **(files or {})}, **given)
         made.append(gang)
         before(gang)
         return gang.start()

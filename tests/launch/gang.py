@@ -35,6 +35,7 @@ class Gang:
     plan_of: dict[int, dict[str, Any]] = field(default_factory=dict)  # what one node is given instead
     env: dict[str, str] = field(default_factory=dict)
     run: str = run_key("test")
+    generation: int = 1
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class Gang:
             "run_id": "test",
             "project": "demo",
             "snapshot": self.snapshot,
-            "generation": 1,
+            "generation": self.generation,
             "nnodes": self.nnodes,
             "nproc_per_node": self.nproc,
             "flavor": "g2.8",
@@ -67,7 +68,7 @@ class Gang:
         return self.folder / f"host-{node_rank}"
 
     def project(self, node_rank: int = 0) -> Path:
-        return HostPaths(self.host_root(node_rank)).project(self.run, 1)
+        return HostPaths(self.host_root(node_rank)).project(self.run, self.generation)
 
     def start(self) -> Gang:
         for node_rank in range(self.nnodes):
@@ -84,7 +85,7 @@ class Gang:
             "run_id": "test",
             "project": "demo",
             "snapshot": self.snapshot,
-            "generation": 1,
+            "generation": self.generation,
             "host": f"host-{node_rank}",
             "host_root": str(self.host_root(node_rank)),
             "launch_plan": self.launch_plan(node_rank).model_dump(mode="json"),
@@ -110,7 +111,7 @@ class Gang:
         return self.result()
 
     def result(self) -> LaunchResult:
-        return gather(self.store, self.run, 1, self.nnodes)
+        return gather(self.store, self.run, self.generation, self.nnodes)
 
     def outcome(self, node_rank: int = 0) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.job(node_rank) / "outcome.json").read_text())

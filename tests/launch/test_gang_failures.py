@@ -72,6 +72,29 @@ def test_ranks_that_leave_without_an_exception_are_told_apart(make_gang: MakeGan
     assert "[host-0 r3] bad flags" in gang.out()
 
 
+def test_cuda_oom_on_one_rank_ends_the_gang_and_is_its_class(make_gang: MakeGang) -> None:
+    script = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        dist.all_reduce(torch.ones(1))
+    """
+    error = launch_error(make_gang(script, nproc=2).wait(timeout_s=120))  # rank 0 would wait for 30 minutes
+    assert error is not None
+    assert (error.fields["rank"], error.fields["error_class"]) == (1, "CUDA OOM")
+    assert error.message.startswith("rank 1 on host-0 failed first (CUDA OOM): OutOfMemoryError: CUDA out of memory")
+
+
+def test_segfault_on_one_host_ends_the_others_with_no_exit_barrier(make_gang: MakeGang) -> None:
+    gang = make_gang(BUSY, nnodes=2, nproc=1, plan={"args": ["segfault", "1"]})
+    gang.wait_for("ready", node_rank=1)
+    verdict = diagnose(gang.wait(timeout_s=120).nodes)  # torch's own barrier at the exit waits for 300 s
+    assert verdict is not None
+    assert (verdict.rank, verdict.host, verdict.error_class) == (1, "host-1", "crashed")
+    assert "SIGSEGV" in verdict.message
+
+
 def test_killed_rank_is_the_verdict_not_its_peers_that_lost_the_connection(make_gang: MakeGang) -> None:
     script = """
         import os, time, torch, torch.distributed as dist

@@ -58,3 +58,11 @@ def test_node_that_waits_is_freed_when_the_gang_is_given_up() -> None:
         zero.next_rendezvous()
     assert time.monotonic() - started < 10
     timer.join()
+
+
+def test_two_trainings_on_one_host_never_share_a_port() -> None:
+    stores = [host_store("127.0.0.1") for _ in range(8)]
+    assert len({store.port for store in stores}) == 8
+    for number, store in enumerate(stores):
+        join_store("127.0.0.1", store.port).set("whose", str(number))
+    assert [store.get("whose") for store in stores] == [str(number).encode() for number in range(8)]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from taas.errors import StoreUnavailable
+from taas_tasks.launch.hang import NodeStillness
 from taas_tasks.launch.watch import Staleness, Watch
 from taas_tasks.layout import RunKeys
 from taas_tasks.store import ObjectInfo
@@ -123,3 +124,44 @@ def test_agent_that_waits_is_freed_once_when_there_is_a_reason_to_stop() -> None
     zero.look()
     zero.look()
     assert freed == [True]
+
+
+def watched(store: MemoryStore, node_rank: int, clock: Clock, still: dict[int, bool]) -> Watch:
+    made = watch(store, node_rank, clock)
+    made.watch_ranks(lambda: NodeStillness(attempt=0, still=still[node_rank], idle_s=100))
+    return made
+
+
+def looks(watches: list[Watch], clock: Clock, *, seconds: int) -> None:
+    for _ in range(seconds // 2):
+        for one in watches:
+            one.look()
+        clock.now += 2
+
+
+def test_nodes_that_are_still_together_for_two_heartbeats_hang_and_all_of_them_know() -> None:
+    store, clock = MemoryStore(), Clock()
+    both = [watched(store, number, clock, {0: True, 1: True}) for number in (0, 1)]
+    looks(both, clock, seconds=10)
+    assert not any(one.has_hung(0) for one in both)
+    looks(both, clock, seconds=12)
+    assert all(one.has_hung(0) for one in both)
+    assert not any(one.has_hung(1) for one in both)
+
+
+def test_a_node_whose_ranks_go_on_keeps_the_others_from_being_judged() -> None:
+    store, clock, still = MemoryStore(), Clock(), {0: True, 1: False}
+    both = [watched(store, number, clock, still) for number in (0, 1)]
+    looks(both, clock, seconds=40)
+    assert not both[0].has_hung(0)
+    still[1] = True
+    looks(both, clock, seconds=6)
+    still[1] = False
+    looks(both, clock, seconds=40)
+    assert not both[0].has_hung(0)
+
+
+def test_a_node_that_has_told_nothing_of_its_ranks_keeps_the_others_from_being_judged() -> None:
+    store, clock = MemoryStore(), Clock()
+    looks([watched(store, 0, clock, {0: True}), watch(store, 1, clock)], clock, seconds=60)
+    assert store.head(RunKeys("r").watch_hang(1, 0)) is None

@@ -23,6 +23,7 @@ class FakeRun:
         self.is_rank0 = rank == 0
         self.loaders = {"data_loader": DataLoader([1, 2, 3])}
         self.metrics: list[dict[str, Any]] = []
+        self.num_progressed = 0
 
     def loader(self, name: str) -> DataLoader[Any]:
         return self.loaders[name]
@@ -32,6 +33,9 @@ class FakeRun:
 
     def log(self, metrics: dict[str, Any]) -> None:
         self.metrics.append(metrics)
+
+    def progressed(self) -> None:
+        self.num_progressed += 1
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +101,14 @@ def test_outside_a_run_metrics_are_a_line_of_the_log(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, logger="taas"):
         taas.log(loss=0.5, step=1)
     assert "metrics loss=0.5, step=1" in caplog.text
+
+
+def test_a_log_and_a_checkpoint_of_any_rank_are_progress(tmp_path: Path) -> None:
+    for rank, expected in ((1, 2), (0, 3)):  # rank 0 has also written its checkpoint
+        run = FakeRun(rank)
+        run.project_dir = tmp_path
+        context.install(run)
+        taas.log(loss=1)
+        taas.checkpoint({}, step=1)
+        assert run.num_progressed == expected
+        context.uninstall()

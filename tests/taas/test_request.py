@@ -143,6 +143,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**BASE, "max_restarts": 101}, "max_restarts", "from 0 to 100"),
     ({**BASE, "timeout_s": 0}, "timeout_s", "from 1 to 2592000 .seconds; 30 days."),
     ({**BASE, "timeout_s": 31 * 86400}, "timeout_s", "from 1 to 2592000"),
+    ({**BASE, "hang_timeout_s": -1}, "hang_timeout_s", "from 1 to 2592000 .seconds; 30 days., or 0: never"),
     ({**BASE, "max_cost": 0}, "max_cost", "a number above 0"),
     ({**BASE, "max_cost": float("inf")}, "max_cost", "a number above 0"),
     # flavor and gpus
@@ -429,6 +430,7 @@ def confs(draw: st.DrawFn) -> dict[str, Any]:
         "allow_pickle": st.booleans(),
         "max_restarts": st.integers(0, 100),
         "timeout_s": st.integers(1, 2592000),
+        "hang_timeout_s": st.integers(0, 86400),
         "max_cost": st.floats(0.001, 1e9) | st.none(),
     }
     conf = draw(st.fixed_dictionaries({"project": st.just("lm"), "script": st.just("a/train.py")}, optional=optional))
