@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.launch.lanes import LAUNCHERS
-from benchmarks.launch.run import QUICK_SIZES, SIZES, ClusterBench
+from benchmarks.launch.run import CASES, QUICK_SIZES, SIZES, ClusterBench
 from benchmarks.launch.run import run as run_on_cluster
 from taas_tasks.launch.processes import MARK, end_marked
 from taas_tasks.layout import run_key
@@ -252,6 +252,10 @@ def _with_server(folder: Path, act: Callable[[StoreConfig], None]) -> None:
         seaweed.remove_sockets(ports)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="10 launches, and each case once on 1 and 2 hosts")
@@ -260,7 +264,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--torchrun-every", type=int, default=5, help="a launch by torchrun after so many of ours")
     parser.add_argument("--limit-s", type=float, default=120.0, help="a launch that takes longer counts as a hang")
     parser.add_argument("--repetitions", type=int, help="of each case on the cluster (5; quick: 1; 0: no cluster)")
-    parser.add_argument("--launchers", type=lambda text: tuple(text.split(",")), default=LAUNCHERS)
+    parser.add_argument("--launchers", type=_names, default=LAUNCHERS, help=f"some of {', '.join(LAUNCHERS)}")
+    parser.add_argument("--cases", type=_names, default=CASES, help=f"some of {', '.join(CASES)}")
     parser.add_argument("--out", type=Path, default=Path("var/bench/launch.json"))
     given = parser.parse_args(argv)
     given.launches = given.launches if given.launches is not None else 10 if given.quick else 200
@@ -312,7 +317,7 @@ def _on_cluster(given: argparse.Namespace, results: dict[str, object]) -> Cluste
         print(f"no cluster on this machine: {reason}", file=sys.stderr)
         return None
     sizes = QUICK_SIZES if given.quick else SIZES
-    bench = ClusterBench(given.repetitions, sizes=sizes, launchers=given.launchers)
+    bench = ClusterBench(given.repetitions, sizes=sizes, launchers=given.launchers, cases=given.cases)
     run_on_cluster(bench, lambda: _keep(given.out, results, {"cluster": bench.as_json()}))
     _keep(given.out, results, {"cluster": bench.as_json(), "load_at_end": os.getloadavg()})
     return bench

@@ -18,6 +18,7 @@ from benchmarks.launch.world import RANKS_PER_HOST, World, running
 
 SIZES, QUICK_SIZES = (1, 2, 4), (1, 2)
 FAULT_HOSTS = 2
+CASES = ("start", *cases.CASES)
 
 
 @dataclass
@@ -28,6 +29,7 @@ class ClusterBench:
     sizes: tuple[int, ...] = SIZES
     bounds: cases.Bounds = field(default_factory=cases.Bounds)
     launchers: tuple[str, ...] = LAUNCHERS
+    cases: tuple[str, ...] = CASES
     lanes: dict[tuple[str, int, str], Lane] = field(default_factory=dict)
 
     def lane(self, case: str, hosts: int, launcher: str) -> Lane:
@@ -79,6 +81,7 @@ def _repeat(bench: ClusterBench, world: World, folder: Path, repetition: int, ke
         *(("start", size, cases.start) for size in bench.sizes),
         *((name, FAULT_HOSTS, case) for name, case in cases.CASES.items()),
     ]
+    todo = [one for one in todo if one[0] in bench.cases]
     for place, (name, size, case) in enumerate(todo):
         for launcher in rotated(_useful(bench.launchers, case), repetition + place):
             mark = f"bench-{repetition}-{name.replace(' ', '-')}-{size}-{launcher}"
