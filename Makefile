@@ -34,8 +34,8 @@ status: $(READY) ## health of the local stack
 
 JOBS ?= 2
 
-test: $(READY) ## all tests, JOBS=2 side by side
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup
+test: $(READY) ## all tests but those on a cluster, JOBS=2 side by side
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not cluster"
 
 test-quick: $(READY) ## all but the tests on the real Airflow
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not stack and not cluster"

@@ -15,6 +15,7 @@ from tests.cluster.podman import why_not
 from tests.cluster.runs import ClusterRuns
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark them, skip them where no cluster can be made, and keep what shares it in one process."""
     mine = [item for item in items if Path(__file__).parent in item.path.parents]

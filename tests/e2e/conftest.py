@@ -12,6 +12,7 @@ from taas_tasks.stack import Stack
 from tests.e2e.runs import CPU_HOSTS, GPU_HOSTS, Runs
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what shares the stack in one process when tests run side by side."""
     for item in items:
