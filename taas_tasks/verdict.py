@@ -262,20 +262,23 @@ def _when(verdict: Verdict, nodes: Sequence[NodeResult]) -> list[str]:
     return [f"When: {utc} UTC{after}"]
 
 
-def gather(store: ObjectStore, run: str, generation: int, nnodes: int) -> LaunchResult:
-    """Return the results of all nodes of one try; a node that left none is a lost one."""
-    nodes = [_node_result(store, run, generation, node_rank) for node_rank in range(nnodes)]
+def gather(
+    store: ObjectStore, run: str, generation: int, nnodes: int, *, hosts: Sequence[str] | None = None
+) -> LaunchResult:
+    """Return the results of all nodes of one try; a node that left none is a lost one, known by its host's name."""
+    names = hosts or [f"node {node_rank}" for node_rank in range(nnodes)]
+    nodes = [_node_result(store, run, generation, node_rank, names[node_rank]) for node_rank in range(nnodes)]
     return LaunchResult(generation=generation, ok=all(node.ok for node in nodes), nodes=nodes)
 
 
-def _node_result(store: ObjectStore, run: str, generation: int, node_rank: int) -> NodeResult:
+def _node_result(store: ObjectStore, run: str, generation: int, node_rank: int, host: str) -> NodeResult:
     try:
         return NodeResult.model_validate_json(store.get(RunKeys(run).node_result(generation, node_rank)))
     except ObjectMissing:
         error = JobLost(f"node {node_rank} left no result: its host or its node agent was lost", node_rank=node_rank)
     return NodeResult(
         node_rank=node_rank,
-        host=f"node {node_rank}",
+        host=host,
         generation=generation,
         ok=False,
         ranks=[],

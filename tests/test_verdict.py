@@ -200,6 +200,14 @@ def test_gather_gives_a_lost_node_for_each_missing_result() -> None:
     assert found.nodes[1].error["type"] == "JobLost"
 
 
+def test_a_host_that_left_no_result_is_named_as_the_inventory_names_it() -> None:
+    store = MemoryStore()
+    store.put(RunKeys("r").node_result(1, 0), node(0, rank(0)).to_bytes())
+    error = launch_error(gather(store, "r", 1, 2, hosts=["g2-0", "g2-1"]))
+    assert isinstance(error, JobLost)
+    assert error.fields["host"] == "g2-1" and "on g2-1" in error.message.splitlines()[0]
+
+
 @pytest.mark.parametrize(
     ("names", "message", "expected"),
     [

@@ -11,7 +11,7 @@ from taas_tasks.airflow.program_inputs import common_input
 from taas_tasks.airflow.secret_values import resolve_secrets
 from taas_tasks.compute.inventory import Host
 from taas_tasks.program_values import AgentInput
-from taas_tasks.values import LaunchPlan, PinnedRequest, Placement, Plan
+from taas_tasks.values import LaunchPlan, LaunchResult, PinnedRequest, Placement, Plan
 from taas_tasks.verdict import gather, launch_error
 
 _GIB = 1 << 30
@@ -64,6 +64,11 @@ def launch_plan(plan: Plan, pinned: PinnedRequest, *, generation: int, hosts: li
     )
 
 
+def _results(work: Work, placement: Placement) -> LaunchResult:
+    hosts = [job.host for job in placement.jobs]
+    return gather(work.store, work.scope.run, placement.generation, len(hosts), hosts=hosts)
+
+
 class TrainTask(HostJobTask):
     """Takes the gang of hosts, starts a node agent on each, and succeeds when rank 0's files are staged."""
 
@@ -105,7 +110,7 @@ class TrainTask(HostJobTask):
         Raises:
             TaasError: the results of the nodes say otherwise than their jobs.
         """
-        result = gather(work.store, work.scope.run, generation=placement.generation, nnodes=len(placement.jobs))
+        result = _results(work, placement)
         error = launch_error(result)
         if error is not None:
             raise error
@@ -119,7 +124,7 @@ class TrainTask(HostJobTask):
         """
         if isinstance(error, (HostRefused, RequirementsFailed)):
             return error
-        result = gather(work.store, work.scope.run, generation=placement.generation, nnodes=len(placement.jobs))
+        result = _results(work, placement)
         verdict = launch_error(result, flavor=work.deployment.flavors.get(placement.flavor))
         if verdict is None or (isinstance(error, JobTimeout) and not isinstance(verdict, RankFailed)):
             return error
