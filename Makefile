@@ -35,10 +35,10 @@ status: $(READY) ## health of the local stack
 JOBS ?= 2
 
 test: $(READY) ## all tests but those on a cluster, JOBS=2 side by side
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not cluster"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) -m "not cluster"
 
 test-quick: $(READY) ## all but the tests on the real Airflow
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m "not stack and not cluster"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) -m "not stack and not cluster"
 
 test-cluster: $(READY) ## requests on five hosts of their own, over SSH; makes the hosts' image first (needs podman, as root)
 	$(BIN)/python -m tests.cluster.image

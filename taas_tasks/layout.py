@@ -196,6 +196,10 @@ class RunKeys:
         """Put if absent when the gang hangs in the given attempt: every node then takes its ranks' stacks."""
         return f"{self.watch(generation)}hang-{attempt}"
 
+    def watch_stacks(self, generation: int, node_rank: int, attempt: int) -> str:
+        """Put by a node agent that has taken its ranks' stacks of a hang: nobody stops ranks before all have."""
+        return f"{self.watch(generation)}stacks-{node_rank}-{attempt}"
+
     def checkpoints(self, generation: int) -> str:
         """The prefix of one try's newest checkpoints, for the next try on whichever hosts."""
         return f"{self.train(generation)}checkpoints/"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from taas_tasks.store import ObjectStore, open_store
 from taas_tasks.store.memory import MemoryStore
@@ -16,6 +18,20 @@ from tests.support.s3_server import S3Server, running_s3_server
 # properties are not about seconds: a busy machine must not fail them
 settings.register_profile("taas", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("taas")
+
+_TOGETHER = ("tests/e2e/", "tests/cluster/", "tests/stack/test_stack.py")
+"""Tests that share a stack, by the beginnings of their names."""
+
+
+class SideBySide(LoadScopeScheduling):
+    """Tests go to whichever process is free, but those that share a stack go to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((place for place in _TOGETHER if nodeid.startswith(place)), nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SideBySide:
+    return SideBySide(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -38,11 +38,10 @@ COLLECT_S = 1.0
 """How long after a failure the other ranks may still say what happened to them before they are stopped."""
 STOP_GRACE_S = 4
 """From TERM to KILL. A rank in a collective of gloo runs no Python signal handler."""
-HANG_SETTLE_S = 5.0
-"""How long the ranks of a gang that hangs are kept for the other nodes to hear of it and to look at theirs: more than
-two looks of the watch."""
 EXIT_BOUND_S = 60.0
 """How long a rank's exit handlers may run after its script has ended."""
+ALL_STACKS_S = 15.0
+"""How long a node that has its ranks' stacks of a hang waits for those of the other nodes."""
 _STACK_CHARS = 6000
 
 
@@ -196,8 +195,6 @@ class GangAgent(LocalElasticAgent):
         self._forget_semaphores()
         if self._watch.has_hung(self._rendezvous_of_gang.attempt):
             self._note_hang()
-            if self._watch.nnodes > 1:
-                time.sleep(HANG_SETTLE_S)  # the ranks of nodes that hear of it later would fail with ours
             return RunResult(state=WorkerState.FAILED)
         self.stopped_for = self._stop_reason()
         if self.stopped_for is not None:
@@ -257,6 +254,15 @@ class GangAgent(LocalElasticAgent):
             self._places[rank] = _Place(place, text, at)
             with self._files.log(rank).open("a") as log:
                 log.write(f"\n[taas] the training hangs; rank {rank} {place.sentence()}\n{text}\n")
+        self._wait_for_stacks()
+
+    def _wait_for_stacks(self) -> None:
+        """Stop no rank before every node has its stacks: those that wait for it would fail and stand nowhere."""
+        attempt = self._rendezvous_of_gang.attempt
+        self._watch.mark_stacks(attempt)
+        deadline = time.monotonic() + ALL_STACKS_S
+        while not self._watch.all_have_stacks(attempt) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def _processes(self) -> dict[int, Any]:
         """Return the ranks' processes by local rank. Private to torch 2.13's MultiprocessContext; pinned by a test."""

@@ -88,6 +88,7 @@ class Watch:
         self._look_at_ranks: Callable[[], NodeStillness | None] = lambda: None
         self._still_since: float | None = None
         self._hung: set[int] = set()
+        self._stacks: set[tuple[int, int]] = set()
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="taas-watch", daemon=True)
@@ -118,6 +119,19 @@ class Watch:
     def has_hung(self, attempt: int) -> bool:
         """Return whether the gang was found to hang in this attempt."""
         return attempt in self._hung
+
+    def mark_stacks(self, attempt: int) -> None:
+        """Tell the others that this node has its ranks' stacks, and look often for theirs."""
+        try:
+            self._store.put(self._keys.watch_stacks(self._generation, self._node_rank, attempt), b"")
+        except StoreError as error:
+            _log.warning("could not tell the other nodes that the stacks are taken: %s", error)
+        self._hurry_until = self._clock() + 10
+        self._wake.set()
+
+    def all_have_stacks(self, attempt: int) -> bool:
+        """Return whether every node has taken its ranks' stacks."""
+        return all((node_rank, attempt) in self._stacks for node_rank in range(self.nnodes))
 
     def mark_failed(self, reason: str) -> None:
         """Tell the other nodes that this one has failed for good. A store that is down is no reason to raise here."""
@@ -150,6 +164,7 @@ class Watch:
         self._done = {(int(part[1]), int(part[2])) for part in map(_parts, found) if part[0] == "done"}
         self._hung = {int(part[1]) for part in map(_parts, found) if part[0] == "hang"}
         self._judge(own, now)
+        self._stacks = {(int(part[1]), int(part[2])) for part in map(_parts, found) if part[0] == "stacks"}
         beats = {int(part[1]): found["-".join(part)] for part in map(_parts, found) if part[0] == "beat"}
         elapsed_s = 0.0 if self._last_look is None else min(now - self._last_look, 2 * self._period_s)
         self._last_look = now

@@ -15,14 +15,12 @@ from tests.cluster.podman import why_not
 from tests.cluster.runs import ClusterRuns
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them, skip them where no cluster can be made, and keep what shares it in one process."""
+    """Mark them, and skip them where no cluster can be made."""
     mine = [item for item in items if Path(__file__).parent in item.path.parents]
     reason = why_not() if mine else None
     for item in mine:
         item.add_marker(pytest.mark.cluster)
-        item.add_marker(pytest.mark.xdist_group("cluster"))
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"no cluster on this machine: {reason}"))
 

@@ -12,14 +12,6 @@ from taas_tasks.stack import Stack
 from tests.e2e.runs import CPU_HOSTS, GPU_HOSTS, Runs
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook, too
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep what shares the stack in one process when tests run side by side."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("stack"))
-
-
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The whole stack, once for the session; it ends with this process, in whatever way that ends.

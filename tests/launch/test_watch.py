@@ -165,3 +165,15 @@ def test_a_node_that_has_told_nothing_of_its_ranks_keeps_the_others_from_being_j
     store, clock = MemoryStore(), Clock()
     looks([watched(store, 0, clock, {0: True}), watch(store, 1, clock)], clock, seconds=60)
     assert store.head(RunKeys("r").watch_hang(1, 0)) is None
+
+
+def test_stacks_are_there_when_every_node_has_taken_those_of_the_attempt() -> None:
+    store, clock = MemoryStore(), Clock()
+    zero, one = watch(store, 0, clock), watch(store, 1, clock)
+    zero.mark_stacks(1)
+    one.mark_stacks(0)
+    zero.look()
+    assert not zero.all_have_stacks(1)
+    one.mark_stacks(1)
+    zero.look()
+    assert zero.all_have_stacks(1)

@@ -22,7 +22,7 @@ from taas_tasks.stack.ports import is_listening
 from taas_tasks.stack.stack import AIRFLOW, PARTS, POSTGRES, S3, WARDEN
 from taas_tasks.store import open_store
 
-pytestmark = [pytest.mark.stack, pytest.mark.xdist_group("a stack of its own")]
+pytestmark = pytest.mark.stack
 SERVERS = (S3, POSTGRES)
 
 
