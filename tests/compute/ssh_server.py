@@ -132,7 +132,8 @@ class SshServer:
             self.commands.append(process.command)
             if len(self.commands) > self.silent_after:
                 await self._closing.wait()
-            await self._execute(process)
+            else:
+                await self._execute(process)
         finally:
             self._sessions -= 1
 
@@ -150,6 +151,9 @@ class SshServer:
             process.stderr.write(err)
             process.exit(child.returncode)
         finally:
+            if child.returncode is None:  # its connection broke while it waits for input
+                child.kill()
+                await child.wait()
             self._processes.discard(child)
 
     # ---- misbehaving ----
