@@ -18,6 +18,7 @@ import httpx
 from taas.client_config import ClientConfig
 from taas.errors import ClientError, RequestError
 from taas.flavors import Flavor, load_flavors
+from taas.log_text import LogText
 from taas.request import PROJECT_PATTERN, PROJECT_TEXT, parse_request, request_digest
 
 DAG_ID = "taas_train"
@@ -45,27 +46,6 @@ class FileInfo:
     def to_change(self) -> dict[str, Any]:
         """Return what a commit says of the file."""
         return {"path": self.path, "sha256": self.sha256, "bytes": self.bytes, "mode": self.mode}
-
-
-@dataclass(frozen=True)
-class LogText:
-    """Something that a rank wrote, on which host; without a rank: something that is told about all of them."""
-
-    text: str
-    host: str | None
-    rank: int | None
-
-    def as_lines(self) -> str:
-        """Return the lines as a terminal would show them, each with host and rank in front."""
-        if self.rank is None:
-            return self.text
-        lines = self.text.removesuffix("\n").split("\n")
-        return "".join(f"[{self.host} r{self.rank}] {_as_shown(line)}\n" for line in lines)
-
-
-def _as_shown(line: str) -> str:
-    """Return what is left of a line that a progress bar has rewritten by carriage returns."""
-    return next((part for part in reversed(line.split("\r")) if part), "")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from taas_tasks.ledger import merged_progress
-from taas_tasks.values import LoaderAccount, LoaderPlan, RankPass, ShardRecord
+from taas_tasks.result_values import RankPass
+from taas_tasks.values import LoaderAccount, LoaderPlan, ShardRecord
 
 Remainder = Literal["pad", "drop"]
 

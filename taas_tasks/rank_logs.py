@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from taas.errors import ObjectMissing, RequestError
+from taas.log_text import LogText
 from taas_tasks.layout import RunKeys
+from taas_tasks.result_values import NodeResult
 from taas_tasks.store.base import ObjectStore
-from taas_tasks.values import NodeResult, Placement, Plan, Value
+from taas_tasks.values import Placement, Plan, Value
 
 CURSOR_PATTERN = r"^(|w\.\d{1,9}\.\d{1,15}|p\.\d{1,9}\.\d{1,15}(\.\d{1,6}:\d{1,9})+)$"
 
@@ -65,15 +67,6 @@ def whole_characters(data: bytes) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return len(data) - len(decoder.getstate()[0])
-
-
-@dataclass(frozen=True)
-class LogText:
-    """Something that one rank wrote; ``rank`` is None for what is told about all of them."""
-
-    text: str
-    host: str | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True)

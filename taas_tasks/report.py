@@ -19,18 +19,16 @@ from taas.report_text import report_text
 from taas_tasks.accounting import account_loader
 from taas_tasks.layout import RunKeys
 from taas_tasks.ledger import read_record
+from taas_tasks.result_values import LaunchResult, NodeResult, RankPass
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.values import (
     ArtifactRecord,
     GateDecision,
     JobRecord,
-    LaunchResult,
     LoaderAccount,
-    NodeResult,
     Phase,
     PinnedRequest,
     Plan,
-    RankPass,
     Report,
     ShardRecord,
     TaskTime,

@@ -16,8 +16,8 @@ from typing import Any
 from taas.errors import JobLost, ObjectMissing, RankFailed, TaasError, error_from_dict
 from taas.flavors import Flavor
 from taas_tasks.layout import RunKeys
+from taas_tasks.result_values import LaunchResult, NodeResult, RankResult, Restart
 from taas_tasks.store.base import ObjectStore
-from taas_tasks.values import LaunchResult, NodeResult, RankResult, Restart
 
 USER_ERROR = "user error"
 CUDA_OOM = "CUDA OOM"

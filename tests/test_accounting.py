@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taas_tasks.accounting import account_loader, expected_steps
-from taas_tasks.values import Inspection, LoaderPlan, RankPass, SegmentSizes, ShardRecord, Versions
+from taas_tasks.result_values import RankPass
+from taas_tasks.values import Inspection, LoaderPlan, SegmentSizes, ShardRecord, Versions
 from tests.test_ledger_reader import SHAPES, merged_plan, produced, stream_record
 
 

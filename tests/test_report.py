@@ -8,18 +8,9 @@ from taas.flavors import FLAVORS
 from taas.request import parse_request
 from taas_tasks.layout import RunKeys
 from taas_tasks.report import as_text, build_report, collect
+from taas_tasks.result_values import NodeResult, RankPass, RankResult
 from taas_tasks.store.memory import MemoryStore
-from taas_tasks.values import (
-    Artifact,
-    ArtifactRecord,
-    JobRecord,
-    NodeResult,
-    PinnedRequest,
-    Plan,
-    RankPass,
-    RankResult,
-    TaskTime,
-)
+from taas_tasks.values import Artifact, ArtifactRecord, JobRecord, PinnedRequest, Plan, TaskTime
 from tests.test_accounting import loader_plan, record
 
 KEYS = RunKeys("run-1")

@@ -8,8 +8,8 @@ import pytest
 from taas.errors import JobLost, LaunchError, PreflightFailed, RankFailed, RunCancelled, error_from_dict
 from taas.flavors import FLAVORS
 from taas_tasks.layout import RunKeys
+from taas_tasks.result_values import LaunchResult, NodeResult, RankResult
 from taas_tasks.store.memory import MemoryStore
-from taas_tasks.values import LaunchResult, NodeResult, RankResult
 from taas_tasks.verdict import (
     class_of_exception,
     class_of_exit,

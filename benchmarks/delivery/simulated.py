@@ -11,21 +11,11 @@ from taas.request import LoaderRef, TrainRequest
 from taas_tasks.layout import RunKeys
 from taas_tasks.ledger import read_record
 from taas_tasks.plan import make_plan, num_segments, segment_bounds
+from taas_tasks.result_values import NodeResult, RankPass, RankResult
 from taas_tasks.store.base import ObjectInfo
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.streams import lengths_of_streams
-from taas_tasks.values import (
-    Inspection,
-    JobRecord,
-    LoaderPlan,
-    NodeResult,
-    PinnedRequest,
-    Plan,
-    RankPass,
-    RankResult,
-    ShardRecord,
-    Versions,
-)
+from taas_tasks.values import Inspection, JobRecord, LoaderPlan, PinnedRequest, Plan, ShardRecord, Versions
 
 UNITS = 20_480_000
 GPUS = 32

@@ -11,7 +11,8 @@ from taas_tasks.airflow.program_inputs import common_input
 from taas_tasks.airflow.secret_values import resolve_secrets
 from taas_tasks.compute.inventory import Host
 from taas_tasks.program_values import AgentInput
-from taas_tasks.values import LaunchPlan, LaunchResult, PinnedRequest, Placement, Plan
+from taas_tasks.result_values import LaunchResult
+from taas_tasks.values import LaunchPlan, PinnedRequest, Placement, Plan
 from taas_tasks.verdict import gather, launch_error
 
 _GIB = 1 << 30

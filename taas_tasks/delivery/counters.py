@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from taas.errors import DeliveryError
-from taas_tasks.values import RankPass
+from taas_tasks.result_values import RankPass
 
 _MAGIC = b"TAASPAS1"
 _FIXED = struct.Struct("<8siiqq??6xH")  # magic, rank, number, epoch, offset, complete, replay, name's length

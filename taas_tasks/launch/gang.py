@@ -29,7 +29,7 @@ from taas_tasks.launch.notice import explanation
 from taas_tasks.launch.processes import oom_kills, peak_rss_bytes
 from taas_tasks.launch.rendezvous import GangRendezvous
 from taas_tasks.launch.watch import StopReason, Watch
-from taas_tasks.values import NodeResult, RankResult, Restart
+from taas_tasks.result_values import NodeResult, RankResult, Restart
 from taas_tasks.verdict import HANG, STOPPED, class_of_exit, describe_exit, restart_after
 
 _log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from taas_tasks.launch.aside import Aside, AsideFailed
+from taas_tasks.result_values import GroupSpeeds
 from taas_tasks.values import Value
 
 Findings = dict[int, list[str]]
@@ -36,14 +37,10 @@ class GroupSpec(Value):
     timeout_s: float = 30.0
 
 
-class GroupReport(Value):
-    """What the check found: findings by node rank, and how fast the groups were (None: there was none)."""
+class GroupReport(GroupSpeeds):
+    """What the check found: findings by node rank, and how fast the groups were."""
 
     findings: Findings = {}
-    gloo_ms: float | None = None
-    gloo_mb_per_s: float | None = None
-    nccl_ms: float | None = None
-    nccl_bus_gb_per_s: float | None = None
 
 
 class _Node(Protocol):

@@ -7,13 +7,26 @@ import socket
 
 def source_address(to: str) -> str | None:
     """Return the address from which the kernel would send to ``to``, or None without a route. Sends nothing."""
-    family = socket.AF_INET6 if ":" in to else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(to), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((to, 9))
         except OSError:
             return None
         return str(probe.getsockname()[0])
+
+
+def can_bind(address: str) -> bool:
+    """Return whether this host has the address."""
+    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def route_findings(*, address: str, master: str, source: str | None) -> list[str]:

@@ -28,8 +28,8 @@ from taas_tasks.launch.watch import StopReason, Watch
 from taas_tasks.layout import HostPaths, RunKeys
 from taas_tasks.program_values import AgentInput
 from taas_tasks.project import materialise
+from taas_tasks.result_values import NodeResult
 from taas_tasks.store import ObjectStore
-from taas_tasks.values import NodeResult
 
 _log = logging.getLogger(__name__)
 

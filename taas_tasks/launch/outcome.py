@@ -11,7 +11,7 @@ from taas.checkpoints import FOLDER, newest
 from taas.errors import RankFailed, TaasError
 from taas_tasks.delivery import read_passes
 from taas_tasks.launch.files import RankFiles, state_of_files
-from taas_tasks.values import Measured, NodeResult, RankPass, RankResult, Restart
+from taas_tasks.result_values import Measured, NodeResult, RankPass, RankResult, Restart
 from taas_tasks.verdict import launch_error_of
 
 if TYPE_CHECKING:

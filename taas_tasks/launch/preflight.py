@@ -22,8 +22,9 @@ from taas.flavors import FLAVORS
 from taas_tasks.launch import clock, network
 from taas_tasks.launch.group_run import GroupReport
 from taas_tasks.layout import RunKeys
+from taas_tasks.result_values import Measured
 from taas_tasks.store.base import ObjectStore
-from taas_tasks.values import LaunchPlan, Measured, Value, Versions
+from taas_tasks.values import LaunchPlan, Value, Versions
 
 _COMPARED_PACKAGES = ("torch", "numpy", "pytorch-lightning", "lightning", "pyarrow", "cloudpickle", "taas")
 _MIN_DISK_BYTES = 1 << 30
@@ -94,7 +95,7 @@ def own_findings(plan: LaunchPlan, info: NodeInfo, *, guard: str | None) -> list
             f"/dev/shm has {info.shm_bytes >> 20} MB, {needed >> 20} MB are needed: mount it larger (--shm-size)"
         )
     found += clock.findings(info.clock_skew_s)
-    if not _can_bind(info.address):
+    if not network.can_bind(info.address):
         found.append(f"the address {info.address} is not one of this host: mend it in the inventory")
     if guard is None and plan.other_ranks == "refuse":
         found.append(
@@ -102,16 +103,6 @@ def own_findings(plan: LaunchPlan, info: NodeInfo, *, guard: str | None) -> list
             ' Landlock): allow one of them, or ask for other_ranks: "scratch"'
         )
     return found
-
-
-def _can_bind(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
 
 
 def reach_findings(info: NodeInfo, first: NodeInfo) -> list[str]:

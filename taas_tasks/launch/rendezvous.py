@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError, Rende
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from taas_tasks.values import NodeResult
+from taas_tasks.result_values import NodeResult
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 

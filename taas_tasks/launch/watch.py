@@ -73,7 +73,7 @@ class Watch:
         self._keys = RunKeys(run)
         self._generation = generation
         self._node_rank = node_rank
-        self.nnodes = nnodes
+        self._nnodes = nnodes
         self._host = host
         self._period_s = period_s
         self._beat_s = beat_s
@@ -131,7 +131,7 @@ class Watch:
 
     def all_have_stacks(self, attempt: int) -> bool:
         """Return whether every node has taken its ranks' stacks."""
-        return all((node_rank, attempt) in self._stacks for node_rank in range(self.nnodes))
+        return all((node_rank, attempt) in self._stacks for node_rank in range(self._nnodes))
 
     def mark_failed(self, reason: str) -> None:
         """Tell the other nodes that this one has failed for good. A store that is down is no reason to raise here."""
@@ -149,7 +149,7 @@ class Watch:
 
     def all_done(self, attempt: int) -> bool:
         """Return whether every node has marked the attempt as done."""
-        return all((node_rank, attempt) in self._done for node_rank in range(self.nnodes))
+        return all((node_rank, attempt) in self._done for node_rank in range(self._nnodes))
 
     def look(self) -> None:
         """Beat if it is time, list once, and conclude."""
@@ -179,7 +179,7 @@ class Watch:
         if own is None or not own.still or own.attempt in self._hung:
             self._still_since = None
             return
-        others = [node_rank for node_rank in range(self.nnodes) if node_rank != self._node_rank]
+        others = [node_rank for node_rank in range(self._nnodes) if node_rank != self._node_rank]
         if not is_hang([own, *map(self._stillness_of, others)]):
             self._still_since = None
             return

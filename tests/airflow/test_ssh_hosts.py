@@ -21,6 +21,7 @@ from taas_tasks.airflow.triggers import HostJobTrigger, HostsTrigger
 from taas_tasks.compute import jobs, program_start
 from taas_tasks.compute.engine import engine
 from taas_tasks.compute.inventory import Host, Inventory
+from taas_tasks.compute.job import JobSpec
 from taas_tasks.compute.jobs import Waiting
 from taas_tasks.layout import HostPaths
 from taas_tasks.store.memory import MemoryStore
@@ -66,6 +67,19 @@ def ended(job: HostJob, placement: Placement) -> list[jobs.JobState]:
     return [state for state in look.states if state is not None]
 
 
+def program_on(
+    hosts: Inventory, *, module: str, input_json: str, env: dict[str, str]
+) -> tuple[HostJob, Placement, JobSpec]:
+    """Start a program on the first host."""
+    job = host_job(hosts, MemoryStore(), flavor="g2.8")
+    placement = job.place(job.find()[1])
+    assert isinstance(placement, Placement)
+    common = {"files": {}, "owner": "try-1", "timeout_s": 60}
+    spec = program_spec(placement.jobs[0], hosts.hosts[0], module=module, input_json=input_json, env=env, **common)
+    job.start(placement, lambda _rank, _placed: spec)
+    return job, placement, spec
+
+
 def test_a_gang_is_held_started_and_released(hosts: Inventory):
     job = host_job(hosts, MemoryStore(), flavor="g2.8", num_hosts=2)
     placement = job.place(job.find()[1])
@@ -80,20 +94,7 @@ def test_a_gang_is_held_started_and_released(hosts: Inventory):
 
 
 def test_a_program_runs_from_the_engine_and_says_what_is_wrong_with_its_input(hosts: Inventory):
-    job = host_job(hosts, MemoryStore(), flavor="g2.8")
-    placement = job.place(job.find()[1])
-    assert isinstance(placement, Placement)
-    spec = program_spec(
-        placement.jobs[0],
-        hosts.hosts[0],
-        module="taas_tasks.prep.inspect_program",
-        input_json="{}",
-        files={},
-        env={},
-        owner="try-1",
-        timeout_s=60,
-    )
-    job.start(placement, lambda _rank, _placed: spec)
+    job, placement, spec = program_on(hosts, module="taas_tasks.prep.inspect_program", input_json="{}", env={})
     error = jobs.failure(ended(job, placement)[0], host="g2-0")
     assert isinstance(error, PrepareError) and "InspectInput" in error.message
     log = jobs.log(job.transports["g2-0"], spec.job_id).text
@@ -203,20 +204,9 @@ def test_a_secret_is_in_no_command_no_argv_no_kwargs_and_no_log(hosts: Inventory
     modules = Path(hosts.hosts[0].root).parent / "modules"
     modules.mkdir()
     (modules / "sleeper.py").write_text("import os, time; open('here', 'w').write(os.environ['TOKEN']); time.sleep(60)")
-    job = host_job(hosts, MemoryStore(), flavor="g2.8")
-    placement = job.place(job.find()[1])
-    assert isinstance(placement, Placement)
-    spec = program_spec(
-        placement.jobs[0],
-        hosts.hosts[0],
-        module="sleeper",
-        input_json=json.dumps({"secrets": {"TOKEN": secret}}),
-        files={},
-        env={"TOKEN": secret, "PYTHONPATH": str(modules)},
-        owner="try-1",
-        timeout_s=60,
-    )
-    job.start(placement, lambda _rank, _placed: spec)
+    env = {"TOKEN": secret, "PYTHONPATH": str(modules)}
+    given = json.dumps({"secrets": {"TOKEN": secret}})
+    job, placement, spec = program_on(hosts, module="sleeper", input_json=given, env=env)
     assert secret not in repr(spec)
     folder = HostPaths(Path(hosts.hosts[0].root)).job(spec.job_id)
     until(lambda: (folder / "here").exists() and (folder / "here").read_text() == secret)

@@ -31,9 +31,10 @@ from taas_tasks.prep.produce_streams import produce_streams
 from taas_tasks.prep.sequential import produce_in_sequence
 from taas_tasks.prep.stream_starts import starts_of
 from taas_tasks.prep.work import Pace
+from taas_tasks.result_values import RankPass
 from taas_tasks.store.base import ObjectStore
 from taas_tasks.store.memory import MemoryStore
-from taas_tasks.values import Inspection, LaunchPlan, LoaderAccount, LoaderPlan, PinnedRequest, Plan, RankPass
+from taas_tasks.values import Inspection, LaunchPlan, LoaderAccount, LoaderPlan, PinnedRequest, Plan
 from tests.delivery.support import Host, feeding
 from tests.exact import loaders
 from tests.prep import oracle

@@ -14,8 +14,8 @@ import pytest
 
 from taas.errors import DeliveryError
 from taas_tasks.layout import HostPaths, RunKeys
+from taas_tasks.result_values import NodeResult
 from taas_tasks.store import open_store
-from taas_tasks.values import NodeResult
 from tests.delivery.processes import ROOT, answers, feeder_process, stopped_at_the_end, wait_until
 from tests.delivery.support import RUN, Prepared, ids, launch_plan
 from tests.launch.conftest import MakeGang

@@ -15,8 +15,9 @@ from typing import Any
 
 from taas_tasks.layout import HostPaths, run_key
 from taas_tasks.project import commit
+from taas_tasks.result_values import LaunchResult
 from taas_tasks.store import open_store
-from taas_tasks.values import LaunchPlan, LaunchResult, StoreConfig
+from taas_tasks.values import LaunchPlan, StoreConfig
 from taas_tasks.verdict import gather
 
 MARKER = "TAAS_TEST_GANG"

@@ -13,8 +13,9 @@ from taas_tasks.launch import live_logs
 from taas_tasks.launch.live_logs import LiveLogs, interval_s, piece_bytes
 from taas_tasks.layout import RunKeys
 from taas_tasks.rank_logs import LogPart, read_logs
+from taas_tasks.result_values import NodeResult
 from taas_tasks.store.memory import MemoryStore
-from taas_tasks.values import NodeResult, PlacedJob, Placement, Plan
+from taas_tasks.values import PlacedJob, Placement, Plan
 
 RUN, KEYS = "run", RunKeys("run")
 

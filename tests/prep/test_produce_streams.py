@@ -18,6 +18,7 @@ from taas_tasks.layout import RunKeys
 from taas_tasks.store import open_store
 from taas_tasks.store.memory import MemoryStore
 from taas_tasks.values import Plan, ShardRecord, StoreConfig
+from tests.delivery.processes import wait_until
 from tests.prep import cases, oracle, stream_cases
 from tests.support.s3_server import S3Server
 
@@ -35,7 +36,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()  # an error's traceback holds the element that came last
     assert multiprocessing.active_children() == []
-    wait_until(lambda: len(_descriptors()) <= len(before) + 1, "descriptors stay open")  # one is the spawn tracker's
+    wait_until(lambda: len(_descriptors()) <= len(before) + 1, timeout_s=60)  # one is the spawn tracker's
 
 
 def _descriptors() -> list[str]:
@@ -469,13 +470,6 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.05)
-
-
 @pytest.mark.store
 @pytest.mark.parametrize("has_position", [False, True])
 def test_a_machine_killed_in_the_middle_loses_and_doubles_nothing_and_its_workers_end(
@@ -487,7 +481,7 @@ def test_a_machine_killed_in_the_middle_loses_and_doubles_nothing_and_its_worker
     machines = Machines(config, plan)
     try:
         other, killed = machines.start(1, 1), machines.start(0, 1)
-        wait_until(lambda: len(oracle.records_of(store, cases.RUN, "data")) >= 4, "no record came")
+        wait_until(lambda: len(oracle.records_of(store, cases.RUN, "data")) >= 4, timeout_s=60)
         assert killed.pid is not None
         orphans = children_of(killed.pid)
         os.kill(killed.pid, signal.SIGKILL)
@@ -497,7 +491,7 @@ def test_a_machine_killed_in_the_middle_loses_and_doubles_nothing_and_its_worker
         for process in (again, other):
             process.join(60)
         assert (again.exitcode, other.exitcode) == (0, 0)
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans), "loader workers outlive it")
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in orphans), timeout_s=60)
     finally:
         machines.end()
     assert_local(store, slow, units=66)
